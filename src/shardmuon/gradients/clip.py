@@ -55,7 +55,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     *,
     process_group: Any = None,
-) -> Tensor:  # 0-dim plain tensor
+) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where norm is the norm of all gradients as one vector.
 
     Call this function after the last backward pass of a step and before `step()`, on every rank that shares a
@@ -76,7 +76,7 @@ def clip_grad_norm_(
             them. Needed for pipeline stages, and for experts that only one rank has.
 
     Returns:
-        The norm before clipping, on the device of the first parameter.
+        The norm before clipping, as a 0-dim plain tensor on the device of the first parameter.
 
     Raises:
         ValueError: Gradients or arguments are wrong on some rank. Raised on every rank; no gradient has been scaled.
@@ -86,16 +86,17 @@ def clip_grad_norm_(
             gradients are set to None, so that no rank can take a step with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    # A set is rejected before any communication, so that no other rank waits for this rank.
+    # A set of parameters is rejected before any communication, so that no other rank waits for this rank.
     if isinstance(parameters, SETS):
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
-        # convert iterators, because `_listed_of` may need two tries and an iterator can be consumed only once
+        # Iterators over parameters are converted to lists, because the loop below can need the parameters twice.
         parameters = list(parameters)
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
     refused: str | None = None
-    for _ in range(2):  # two tries, because an interrupt can end the first while other ranks wait for this rank
+    # Try twice to list the parameters, because an interrupt can end the first try while other ranks wait for this rank.
+    for _ in range(2):
         with fault:
             listed = _listed_of(parameters, fault)
             break
@@ -103,7 +104,8 @@ def clip_grad_norm_(
         hosts = getattr(parameters, "hosts", None)
         host = hosts.active if isinstance(hosts, Hosts) else None
         refused = Hosts.clipped(one.param for one in listed) if host is None else host.clipping
-    # The error is raised on every rank, because all ranks use the framework that owns and clips the gradients.
+    # If a framework such as Megatron clips the gradients itself, every rank raises this error without communication,
+    # because all ranks use the framework.
     if refused is not None:
         raise ValueError(refused)
     fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")
@@ -119,7 +121,8 @@ def clip_grad_norm_(
         )
     with _or_dropped(listed):
         norm = torch.tensor(total, dtype=torch.float32, device="cpu")
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # same formula and dtypes as torch's
+        # the same formula and dtypes as in torch.nn.utils.clip_grad_norm_
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if float(factor) != 1.0:
             for (device, _), alike in by_kind(call.held.values()).items():
                 foreach("mul_", alike, other=factor.to(device))
@@ -153,14 +156,14 @@ _ALIGN = 1  # bit that a rank sets in its vote if it must redistribute gradients
 
 
 def _listed_of(source: Any, fault: Fault) -> list[Listed]:
-    """List the parameters of an optimizer, module, tensor or list, in the user's order. If a parameter is not a tensor,
-    record an error in `fault`."""
+    """List the parameters to clip from an optimizer, a module, a tensor or a list, in the user's order. If a parameter
+    is not a tensor, record an error in `fault`."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
-        # With `use_muon=False`, parameters of any shape are accepted, because clipping needs no matrices.
+        # With `use_muon=False`, layouts can be computed for parameters of any shape. Clipping needs no matrices.
         options = {"use_muon": False, **{key: group.get(key) for key in PLACE_OPTIONS}}
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
@@ -180,13 +183,14 @@ class _BoundGradients(Agreed):
 
     Attributes:
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
-        engines: For each parameter, the engine (layout adapter) that gives access to the parameter's local storage.
-        key: Cache key, which changes with parameters, layouts and options.
-        counted: Indices of the parameters whose local data this rank counts. Other ranks with the same data do not
-            count it.
+        engines: For each parameter, the engine (storage adapter) that gives access to the parameter's local storage.
+        key: Key by which a later call decides whether the cache is valid. It changes with parameters, layouts and
+            options.
+        counted: Indices of the parameters whose local gradients this rank counts in the norm. Other ranks that store
+            replicas of these gradients do not count them.
         loose: (set of ranks, shape) -> indices of the parameters on this set of ranks, with this shape, whose gradients
             are loose ([Note: who sums with whom]). The set of a plain tensor contains only this rank.
-        lines: Description of each parameter, equal on all ranks that share the parameter.
+        lines: Text that describes each parameter in error messages, equal on all ranks that share the parameter.
         compared: For each parameter, True if its gradient must exist either on all ranks that share the parameter or on
             none of these ranks.
         in_order: Indices of the parameters in the order of communication: parameters on small sets of ranks first, and
@@ -213,7 +217,7 @@ class _BoundGradients(Agreed):
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
             given = GroupRef.of(one.group.get("process_group"))
-            # unless the option `process_group` is (), other ranks may have replicas of this tensor
+            # Unless the group's option `process_group` is (), other ranks can have replicas of this parameter.
             if given is None or given.ranks:
                 if len(layout.ranks) < len(table.component):
                     self.loose.setdefault((layout.ranks, layout.view.shape), []).append(number)
@@ -227,9 +231,9 @@ class _BoundGradients(Agreed):
 
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
-    """Make the cache key for a list of parameters: the name, id, options and engine (layout adapter) of each parameter,
-    and the engine's summary of the parameter's layout. A new tensor can reuse the id of a deleted tensor. If the
-    keys are nevertheless equal, both tensors have the same layout, so the cached layouts are valid for the new
+    """Make the cache key for a list of parameters to clip: the name, id, options and engine (storage adapter) of each
+    parameter, and the engine's summary of the parameter's layout. A new tensor can have the same id as a deleted
+    tensor. If their keys are equal, too, both tensors have the same layout, so the cached layouts are valid for the new
     tensor."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
@@ -252,7 +256,7 @@ def _counts(layout: ParamLayout) -> bool:
     return True in first
 
 
-# Cache: parameter -> layouts of the last list of parameters that began with this parameter
+# Cache from a parameter to the layouts for the last list of clipped parameters that began with this parameter.
 _BOUND: Any = WeakTensorKeyDictionary()
 
 
@@ -263,7 +267,7 @@ class _Clipping(TableCall[_BoundGradients]):
     Attributes:
         params: This rank's parameters.
         norm_type: p of the p-norm.
-        text: The caller's arguments as a string, which must be equal on all ranks.
+        text: The arguments of `clip_grad_norm_` as a string, which must be equal on all ranks.
         fault: Record of the error on this rank, if one occurred.
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
         held: Dict from the index of a parameter to the local storage of its gradient. It contains the gradients of
@@ -292,8 +296,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        # A binding that was cached for a different `process_group` is invalid, because other ranks took part in its
-        # vote.
+        # Layouts that were cached by a call with a different `process_group` are invalid, because other ranks took part
+        # in that call.
         return found if found is not None and found.beyond == self.beyond else None
 
     def is_current(self, kept: _BoundGradients) -> bool:
@@ -308,8 +312,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        # A rank without parameters has no cache key and cannot use the cache. So no rank stores the layouts if any rank
-        # has no parameters, because either all ranks must use the cache or none.
+        # The layouts are cached either on all ranks or on none. Since the cache is indexed by the first parameter, a
+        # rank without parameters cannot use it, so no rank does.
         if all(has_params for _, has_params in everyone):
             _BOUND[self.params[0].param] = kept
 
@@ -352,14 +356,14 @@ class _Clipping(TableCall[_BoundGradients]):
         self.counted = _norm_of(list(own.values()), self.norm_type)
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
-        """Return the strings that ranks compare: one string with the caller's arguments, and one string per shared
-        parameter with the state of the parameter's gradient."""
+        """Return the strings that must be equal on the ranks of a set: one string with the arguments of
+        `clip_grad_norm_`, and one string per shared parameter with the state of the parameter's gradient."""
         words = {n: self.states[n] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
     def _align(self, bound: _BoundGradients) -> None:
-        """Redistribute gradients to the placements of their parameters, in the same order on all ranks. Collective over
-        the ranks that share these parameters."""
+        """Redistribute those gradients whose placement differs from their parameter's, in the same order on all ranks.
+        Collective over the ranks that share these parameters."""
         for number in bound.in_order:
             param = self.params[number].param
             if self.states[number] == GradientState.MISPLACED:
@@ -396,16 +400,16 @@ class _Clipping(TableCall[_BoundGradients]):
 # ------------------------------------------------------------------------------------- norms of local tensors
 
 
-# Size in elements below which tensors are concatenated, because copying them takes less time than a separate norm for
-# each of them.
+# Gradients with fewer elements than this are concatenated, because copying them takes less time than computing a
+# separate norm for each of them.
 _SMALL = 1 << 12
-# Size in elements above which tensors are split into chunks, because torch makes an fp64 copy of a chunk on CPUs.
+# Gradients with more elements than this are split into chunks, because on CPUs, torch makes an fp64 copy of each chunk.
 _CHUNK = 1 << 22
 
 
 def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """Compute the p-norm of all elements of the tensors, taken as one vector. The CPU waits once for each combination
-    of device and dtype."""
+    """Compute the p-norm of all elements of several tensors, taken as one vector. The CPU waits for the device once for
+    each combination of device and dtype."""
     found: list[float] = []
     for alike in by_kind(tensors).values():
         small = [part for part in alike if part.numel() < _SMALL]
@@ -433,7 +437,7 @@ def _combine(norms: Iterable[float], norm_type: float) -> float:
     largest = max(values, default=0.0)
     if len(values) < 2 or math.isinf(norm_type) or math.isinf(largest):
         return largest
-    exponent = math.frexp(largest)[1]  # scaling by a power of two is exact and avoids overflow
+    exponent = math.frexp(largest)[1]  # norms are scaled by a power of two, which is exact and avoids overflow
     power = math.fsum([math.ldexp(value, -exponent) ** norm_type for value in values])
     root = math.sqrt(power) if norm_type == 2.0 else power ** (1.0 / norm_type)
     return math.ldexp(root, exponent) if math.frexp(root)[1] + exponent <= 1024 else math.inf

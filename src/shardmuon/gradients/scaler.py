@@ -77,17 +77,18 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group
 
-    def _unscale_grads_(  # overrides a private method of torch, as ShardedGradScaler does (torch 2.11 .. 2.13)
+    # overrides a private method of torch.amp.GradScaler, as torch's ShardedGradScaler does (torch 2.11 .. 2.13)
+    def _unscale_grads_(
         self,
         optimizer: Optimizer,
-        inv_scale: Tensor,  # 0-dim, fp32
-        found_inf: Tensor,  # 0-dim, fp32; set to 1 if any gradient on any rank is not finite
+        inv_scale: Tensor,  # reciprocal of the loss scale, a 0-dim fp32 tensor
+        found_inf: Tensor,  # 0-dim fp32 tensor, which is set to 1 if any gradient on any rank is not finite
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Unscale every gradient in place, and set `found_inf` to 1 on all ranks if any rank has a gradient that is not
         finite, else to 0. Collective over the ranks of `process_group`."""
         fault, bad, flags = Fault(), False, list[Tensor]()
-        with fault:  # exceptions in this block are stored in `fault`, and `settle` reports them to the other ranks
+        with fault:  # `fault` records exceptions in this block, and `fault.settle` reports them to the other ranks
             named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
             grads = [(name, param.grad) for name, param in named if param.grad is not None]
             for name, grad in grads:
@@ -101,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
                         "fp32 and compute in fp16 by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype="
                         "torch.float16, reduce_dtype=torch.float32)"
                     )
-            # If any gradient on this rank is unusable, unscale none, so that no gradient on this rank changes.
+            # If any gradient on this rank is unusable, this rank unscales none of its gradients.
             stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []
             for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
                 flags.append(torch.zeros((), dtype=torch.float32, device=device))

@@ -17,8 +17,8 @@ from shardmuon.texts import table
 
 
 class Kept(NamedTuple):
-    """An fp32 state tensor of one post-processing stage of a Muon variant, with a few values for each matrix of a
-    parameter. NorMuon's second moments are an example.
+    """Description of an fp32 state tensor that one post-processing stage of a Muon variant needs, with a few values for
+    each matrix of a parameter. NorMuon's second moments are an example.
 
     Attributes:
         layout: Layout of the state tensor, which contains one matrix of shape 1 x n for each matrix of the parameter. A
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The planner's description of one parameter.
+    """Description of one parameter from which the planner makes plans.
 
     Attributes:
         name: Name of the parameter in messages and tables.
@@ -103,7 +103,7 @@ class Item(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Sort key of a plan's items: index of the parameter, then index of the matrix."""
+        """Key by which a plan sorts its items: (index of the parameter, index of the matrix in the parameter)."""
         return self.param, self.matrix
 
     @property
@@ -111,8 +111,8 @@ class Item(NamedTuple):
         return self.rows * self.cols
 
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
-        """Return the owner that computes the results for a rank: the owner in the same replica if each replica has an
-        owner, otherwise the only owner."""
+        """Return the owner that orthogonalizes this matrix for a rank. If each replica has an owner, this is the owner
+        in the rank's replica, otherwise the only owner."""
         return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
 
 
@@ -124,7 +124,7 @@ class Bucket(NamedTuple):
         ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
         route, num_owners: `Item.route` ("local" or "owner") and number of owners of each item; both are equal for all
             items of the bucket.
-        kind: Device type.
+        kind: Type of the device on which the parameters are, such as "cuda".
         itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the bucket's matrices in the plan's items.
         gathers: False if every owner stores its matrices completely, as plain replicas do, and sends no state. The only
@@ -151,13 +151,13 @@ class Plan:
     that are exchanged together.
 
     Attributes:
-        specs: Descriptions of the parameters.
+        specs: Descriptions of the parameters for which the plan was made.
         items: The matrices of all parameters, sorted by `Item.key`.
         buckets: Buckets in the order in which every rank begins them. The order depends only on the contents of the
             buckets, because ranks that exchange buckets with several sets of ranks could deadlock if they used
             different orders.
         notes: Lines that are printed below the plan, such as explanations of choices that depend on estimated times.
-        policy: Limits and machine rates from which the plan was made.
+        policy: Limits and machine rates that determined the plan, together with `specs`.
     """
 
     specs: tuple[Spec, ...]
@@ -184,8 +184,8 @@ class Plan:
                 for bucket in self.buckets
                 if bucket.exchange and bucket.ranks == ranks
             ]
-            # local buckets are left out, because they depend on parameters that the owner shares with ranks outside
-            # this set
+            # The digest leaves out local buckets (matrices that are not exchanged), because these buckets depend on
+            # parameters that the owner shares with ranks outside this set.
             local = [item for n, item in items.items() if self.items[n].route == "local"]
             found[ranks] = digest_of([specs, moving, local])
         return found

@@ -34,9 +34,11 @@ from shardmuon.price.machines import Machine
 
 # By default, replicas divide the work among themselves. Each replica orthogonalizes all matrices itself only if the
 # estimated step then takes less time by at least the margins in the next two constants.
-_NO_GAIN = 102  # minimum ratio of the time with divided work to the time without division, in percent
-_LATENCIES = 3  # minimum saving, as a multiple of the latency of an exchange between nodes
-# smallest numbers of waves that `_cuts` tries; a wave is a part of the matrices that becomes one or more buckets
+# smallest ratio, in percent, of the step time with divided work to the step time if each replica does all the work
+_NO_GAIN = 102
+_LATENCIES = 3  # smallest time that must be saved, as a multiple of the latency of an exchange between nodes
+# Numbers of waves that `_cuts` tries as the smallest number of waves. A wave is a part of the matrices that becomes one
+# or more buckets.
 _NUMS = (*range(1, 21), 24, 32)
 _TAILS = (1, 2, 4)
 # Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The values are those in
@@ -44,7 +46,7 @@ _TAILS = (1, 2, 4)
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # (index of a parameter, index of a matrix in the parameter)
-_Share = list[Item]  # the matrices of a bucket
+_Share = list[Item]  # a share: the matrices that are to form one bucket
 
 
 class _Way(NamedTuple):
@@ -57,7 +59,7 @@ class _Way(NamedTuple):
             list of matrices for each bucket in the group.
         ns: Estimated time of a step in nanoseconds, which excludes matrices that a single rank stores and
             orthogonalizes.
-        notes: Lines for the printed plan that explain the choice.
+        notes: Lines of text in the printed plan that explain the choice.
     """
 
     items: Sequence[Item]
@@ -67,7 +69,8 @@ class _Way(NamedTuple):
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
-    """Make a plan, which assigns owners and a bucket to every matrix of the parameters in `specs`."""
+    """Make a plan, which assigns to every matrix of the parameters in `specs` its owners (the ranks that orthogonalize
+    it) and a bucket (matrices that are exchanged together)."""
     sets: dict[Ranks, list[Item]] = {}
     for param, spec in enumerate(specs):
         matrices = range(len(spec.layout.view.matrices))
@@ -79,8 +82,9 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> _Way:
-    """Assign owners and buckets to the matrices that a set of ranks shares. Either all ranks divide the matrices among
-    themselves, or every replica orthogonalizes all of its matrices itself if that is estimated to save enough time."""
+    """Choose the owners (the ranks that orthogonalize a matrix) and the buckets for the matrices that a set of ranks
+    shares. Either all ranks divide the matrices among themselves, or every replica orthogonalizes all of its matrices
+    itself if that is estimated to save enough time."""
     owners = _owners(specs, drafts, ranks, policy.machine.per_node)
     _hand_on(specs, drafts, owners, ranks, policy.machine)
     shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
@@ -89,7 +93,8 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
         return shared
     alone = _cheapest(specs, [each.get(item.key, item) for item in shared.items], policy)
     way, what = shared, "they share the work"
-    # Sharing is slightly preferred, because replicas that receive the same results are certain to stay equal.
+    # Dividing the work among replicas is slightly preferred, because replicas that receive the same results are certain
+    # to stay equal.
     if alone.ns * _NO_GAIN <= shared.ns * 100 and alone.ns + _LATENCIES * policy.machine.across <= shared.ns:
         way, what = alone, "each works for itself"
     replicas = max(len(item.owners) for item in each.values())
@@ -106,16 +111,16 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
     layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
     able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
-    # An owner needs the state values of its matrix. If a stack of experts is sharded, only some ranks store these
-    # values.
+    # To orthogonalize a matrix, its owner needs the variant's state for the matrix. If a stack of experts is sharded,
+    # only some ranks store this state.
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
     return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix])
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
-    """Return a copy of the item with the given owners. Its route is "local" if no other rank stores any element of the
-    matrix or of a state tensor that the owners must send."""
+    """Return a copy of an `Item` (a matrix to orthogonalize) with the given owners. The copy's route is "local" if no
+    other rank stores any element of the matrix or of a state tensor that the owners must send."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
     stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
     return item._replace(owners=owners, route="local" if stays else item.route)
@@ -131,8 +136,8 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    # `work` has the number of operations assigned to each rank so far. `moved` has the number of elements assigned to
-    # each replica so far.
+    # `work` has the number of floating point operations assigned to each rank so far, and `moved` has the number of
+    # matrix elements assigned to each replica so far.
     work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
     found = dict[_Key, int]()
     for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
@@ -159,7 +164,7 @@ def _hand_on(
         loads[owner] += item.cost
         if _may_go(specs[item.param], item, machine):
             alone[owner].append((item.cost, item.key))
-    late = 1.03 * sum(loads.values()) / len(loads)  # ranks with more work than this are overloaded
+    late = 1.03 * sum(loads.values()) / len(loads)  # ranks with more floating point operations than this are overloaded
     for node in {rank // machine.per_node for rank in alone if loads[rank] > late}:
         mates = [rank for rank in ranks if rank // machine.per_node == node]
         while True:
@@ -174,19 +179,19 @@ def _hand_on(
 
 
 def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
-    """True if it is worthwhile to orthogonalize a matrix on a rank that does not store it. The matrix must be stored by
-    a single rank, have no state tensor with values per matrix, and take longer to orthogonalize at the machine's peak
-    rate than to send to another rank and back."""
+    """True if it can save time to orthogonalize a matrix on a rank that does not store the matrix. The matrix must be
+    stored by a single rank, have no state tensor with values per matrix, and take longer to orthogonalize at the
+    machine's peak rate than to send to another rank and back."""
     way = 2 * spec.itemsizes[item.matrix] * item.numel
     worth = item.cost * machine.link > way * machine.half * 1000
     return worth and not spec.kept and len(item.owners) == len(spec.layout.tiles[item.matrix]) == 1
 
 
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[_Key, Item]:
-    """Choose an owner in every replica, so that each replica orthogonalizes its matrices by itself. Owners are chosen
-    in the first replica. In every other replica, the rank that stores the same piece as the chosen rank becomes an
-    owner. Return a dict from each item's key to the item. If the layouts have different sets of replicas, the dict only
-    has the matrices of those layouts that together cause the most work."""
+    """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all of its matrices itself.
+    Owners are chosen in the first replica. In every other replica, the rank that stores the same piece as the chosen
+    rank becomes an owner. Return a dict from each item's key to the item. If the layouts have different sets of
+    replicas, the dict only has the matrices of those layouts that together cause the most work."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost
@@ -276,15 +281,17 @@ def _by_price(
     """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the shortest, choose the
     one that needs the least memory. Return the buckets, their estimated time in nanoseconds, and a line for the printed
     plan."""
-    # Each key of `found` is a tuple (largest number of buffered elements on any rank, number of buckets, nanoseconds).
+    # Dict from a tuple (largest number of buffered elements on any rank, number of buckets, estimated nanoseconds) to a
+    # division of the matrices into buckets.
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
         taken = max(bucket.taken for bucket in buckets)
-        for step in (1, -1)[: len(shares)]:  # time the buckets in this order and in the reverse order
+        # estimate the step time for the buckets in this order and in the reverse order
+        for step in (1, -1)[: len(shares)]:
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     shortest = min(ns for *_, ns in found)
-    # accept up to 2% more time than the shortest
+    # Among the divisions that take at most 2% more time than the fastest, choose the one that needs the least memory.
     best = min(option for option in found if option[2] * 100 <= shortest * 102)
     taken, num, ns = best
     return (
@@ -298,9 +305,9 @@ def _by_price(
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
-    """Yield divisions of the matrices into buckets, among which the caller chooses. The matrices are first divided into
-    waves, each of which contains matrices of all owners. Several numbers of waves are tried. Each wave then becomes one
-    bucket or is divided further by owners."""
+    """Yield several divisions of exchanged matrices into buckets, among which the caller chooses the best. The matrices
+    are first divided into waves, each of which contains matrices of all owners. Several numbers of waves are tried.
+    Each wave then becomes one bucket or is divided further by owners."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -325,7 +332,8 @@ def _gathered(spec: Spec, item: Item) -> bool:
 
 
 def _lines(items: Iterable[Item]) -> list[_Share]:
-    """Return one list per owner, which contains the owner's matrices in order of decreasing cost."""
+    """Group matrices by their owner (the rank that orthogonalizes them). Return one list per owner, in which the
+    matrices are in order of decreasing cost."""
     lines: dict[Ranks, _Share] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.rows, item.cols, item.key)):
         lines.setdefault(item.owners, []).append(item)
@@ -338,12 +346,12 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
     last relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
     found: list[_Share] = []
     for wave in waves:
-        lines: dict[tuple[int, int], _Share] = {}  # (index of a replica, owner) -> the owner's matrices
+        lines: dict[tuple[int, int], _Share] = {}  # dict from (index of a replica, owner) to the owner's matrices
         for item in wave:
             one = prices[item.key]
             lines.setdefault((one.replica, one.owner), []).append(item)
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        dealt = Counter[int]()  # replica -> number of the replica's owners assigned so far
+        dealt = Counter[int]()  # for each replica, the number of its owners whose matrices have been assigned so far
         for at in sorted(lines, key=lambda at: (-sum(item.cost for item in lines[at]), at)):
             shares[dealt[at[0]] % len(shares)] += lines[at]
             dealt[at[0]] += 1
@@ -382,7 +390,7 @@ def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Shar
     parts: list[_Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
     for place, item in enumerate(line):
-        behind = num - share - 1  # number of shares that come after the current one
+        behind = num - share - 1  # number of shares after the current share
         if parts[share] and behind and needed[place] <= behind:
             enough = work * (behind + 1) >= left
             if enough or filled + item.numel > most or len(line) - place <= behind:
@@ -443,7 +451,7 @@ class _Priced(NamedTuple):
         numel: Number of elements.
         batch, ns: Number of equal matrices in a full batch, and nanoseconds per batch. A partly filled batch takes as
             long as a full one.
-        spread: Counts of the ranks that store the matrix.
+        spread: Counts of the ranks that store the matrix, in total and per node.
     """
 
     owner: int
@@ -466,7 +474,7 @@ def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[in
     # The rate of a batch is between the rate of one matrix and the rate of a single product of the batch's total size.
     # It is estimated as the geometric mean of the two rates, both as a share of the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
-    # a batch takes at least as long as the 30 kernel launches of five steps
+    # a batch takes at least as long as the 30 kernel launches of five Newton-Schulz steps
     return size, max(size * flops * 1000 // (rate * share), 30 * machine.launch)
 
 
@@ -495,7 +503,9 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
-    sent = relayed = 0  # number of elements that a rank sends in the gather, and number that it receives in the relay
+    # `sent`: number of elements that each rank sends in the gather; `relayed`: number that each rank receives in the
+    # relay
+    sent = relayed = 0
     for owner, replica, numel, _, _, (holders, _, replicas, _) in matrices:
         came[owner] += numel - numel // holders
         kept[owner] += numel // holders
@@ -505,13 +515,14 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.spread for one in matrices)
-    # If every rank is an owner, each rank keeps its own part of the matrices that it owns, and sends only the rest.
+    # If every rank owns matrices, each rank keeps its own part of these matrices, and sends only its parts of other
+    # matrices.
     if len(kept) >= most.holders * most.replicas:
         sent -= min(sent, min(kept.values()))
     size = itemsize * max(sent, *came.values())
     gather = _exchange_ns(size, most.holders, most.inside, machine) if most.holders > 1 else None
     relay: int | None = None
-    copied = 0  # time of copies to the relay's send buffer, in nanoseconds
+    copied = 0  # nanoseconds that it takes to copy results to the relay's send buffer
     if most.replicas > 1:
         replicas, near = max(one.spread[2:] for one in matrices)
         size = itemsize * max(relayed, *passed_on.values())
@@ -519,7 +530,9 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # returns nanoseconds of memory traffic and host work
+    # Estimate the time, in nanoseconds, of memory traffic and of work on the CPU for a phase that processes `elements`
+    # elements with `each` bytes of memory traffic per element.
+    def passed(each: int, elements: int) -> int:
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = clock.BucketTimes(

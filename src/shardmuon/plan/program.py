@@ -29,11 +29,14 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Bucket, Item, Plan
 
-_ALIGNMENT = 64  # in bytes; with equal alignment, a result does not depend on the matrix's place in the batch
+# Alignment in bytes of each matrix in a batch, so that the bits of a result do not depend on the matrix's place in the
+# batch.
+_ALIGNMENT = 64
 
 
 def aligned(numel: int, itemsize: int) -> int:
-    """Round a number of elements up so that their size is a multiple of `_ALIGNMENT` bytes."""
+    """Round a number of elements, of `itemsize` bytes each, up so that their total size is a multiple of `_ALIGNMENT`
+    bytes."""
     per_line = _ALIGNMENT // itemsize
     return -(-numel // per_line) * per_line
 
@@ -56,8 +59,8 @@ class Copy(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A tile that this rank stores of a parameter or of a state tensor with values per matrix, such as NorMuon's second
-    moments, and its place in a buffer.
+    """A tile and its place in a buffer. The tile is a part that this rank stores of a parameter, or of a state tensor
+    with values per matrix (such as NorMuon's second moments).
 
     Attributes:
         param: Index of the parameter.
@@ -137,7 +140,8 @@ class Program:
         """Make the program of one rank for a bucket. `missing` contains the indices of parameters that are left out
         because they have no gradient in this step."""
         numbers = [n for n in bucket.items if plan.items[n].param not in missing]
-        numbers.sort(key=lambda n: _batch_key(plan, n))  # make equal shapes adjacent, so that copies can be merged
+        # sort matrices of equal shapes next to each other, so that copies can be merged
+        numbers.sort(key=lambda n: _batch_key(plan, n))
         items = [plan.items[n] for n in numbers]
         batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
         own, ways = list[Load](), _Ways(list)
@@ -149,7 +153,7 @@ class Program:
                     ways[phase, rank == sender, receiver if rank == sender else sender].append(load)
 
         def in_batches(load: Load) -> BufferPlace:
-            """Return the place of a tile of an owned matrix in the buffer of batches."""
+            """Return the place, in the buffer of batches, of a tile whose matrix this rank owns."""
             offset, strides = load.tile.in_matrix(plan.specs[load.param].layout.view)
             return BufferPlace(slots[load.param, load.tile.matrix] + offset, strides)
 
@@ -164,7 +168,7 @@ class Program:
             return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
 
         back, scatter = wire("scatter", kept=False), wire("scatter")
-        # A relay is needed if a matrix has one owner and several replicas.
+        # A relay, which sends results to further replicas, is needed if a matrix has one owner and several replicas.
         relayed = any(bucket.exchange and len(i.owners) == 1 and plan.specs[i.param].layout.has_replicas for i in items)
         return cls(
             bucket=bucket,
@@ -205,13 +209,13 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
 
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, Load]]:
-    """Yield all parts of a matrix's result that a rank sends or receives, as (phase, sender, receiver, part). A part is
-    a `Load` without a place. Parts that an owner stores itself have the owner as sender and receiver. Some of the
-    yielded parts can have other ranks as sender and receiver; the caller skips these."""
+    """Yield all parts of an orthogonalized matrix that a rank sends or receives, as (phase, sender, receiver, part). A
+    part is a `Load` without a place. Parts that an owner stores itself have the owner as sender and receiver. Some of
+    the yielded parts can have other ranks as sender and receiver; the caller skips these."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
-    # A rank that is not the owner relays results only to ranks that store the same pieces.
+    # A rank that is not the owner of the matrix sends results only to ranks that store the same pieces, in the relay.
     if rank != item.owner_for(layout, rank):
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)
@@ -223,7 +227,8 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     for number, kept in enumerate(spec.kept):
         keepers = kept.layout.tiles[item.matrix]
         for keeper in keepers if kept.travels and rank in keepers else ():
-            # A rank receives the state from the rank that sends its first tile, or from the owner if it stores no tile.
+            # A rank receives a matrix's state from the rank that sends it the first tile of the matrix, or from the
+            # owner if the rank stores no tile.
             owner, stored = item.owner_for(layout, keeper), tiles.get(keeper, ())
             sources = [layout.source(tile.held.piece, owner) for tile in stored]
             mate = owner if keeper in sources else next(iter(sources), owner)
@@ -235,10 +240,10 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
 def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
 ) -> tuple[Ints, tuple[Load, ...], tuple[Load, ...]]:
-    """Assign places in the buffer of an exchange to the parts that a rank sends or receives. Parts are ordered by the
-    rank at the other end; for each such rank, tiles come before state values. State values are left out unless
-    `kept`. Returns the number of elements for each rank, the tiles with their places, and the state values with
-    their places."""
+    """Assign places in the buffer of an exchange to the tiles and state values that a rank sends or receives. The
+    buffer is ordered by the rank at the other end; for each such rank, tiles come before state values. State values are
+    left out unless `kept` is True. Return the number of elements for each rank, the tiles with their places, and the
+    state values with their places."""
     at, splits, loads = 0, list[int](), list[Load]()
     for other in bucket.ranks:
         first, parts = at, (load for load in ways[phase, sends, other] if kept or load.number < 0)
@@ -251,8 +256,10 @@ def _packed(
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
-    """List the copies that move received tiles to their places in the send buffer of the next exchange."""
-    # Matrix, start and sizes identify a tile. `Tile.held`, the location in storage, differs between replicas.
+    """List the copies that move tiles, received in one exchange, to their places in the send buffer of the next
+    exchange."""
+    # The first three fields of a tile (matrix, start and sizes) identify the tile. Its field `held`, the location in
+    # storage, differs between replicas.
     places = {(load.param, load.tile[:3]): load.place for load in came}
     found = ((to, places.get((to.param, to.tile[:3]))) for to in sent)
     return _joined(Copy(to.tile.sizes, place, to.place) for to, place in found if place is not None)
@@ -262,11 +269,9 @@ def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
 
 
 def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
-    """Merge copies into fewer copies with fewer dims.
-
-    Blocks of equal sizes and strides at equal distances in both buffers become one block with an additional leading
-    dim. Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
-    several shapes.
+    """Merge copies between the same two buffers into fewer copies with fewer dims. Blocks of equal sizes and strides at
+    equal distances in both buffers become one block with an additional leading dim. Merging runs twice: first for the
+    tiles of each sender, then across senders, each of which may send matrices of several shapes.
     """
     found = [_merged(copy) for copy in copies]
     for _ in range(2):
@@ -292,8 +297,8 @@ def _merged(copy: Copy) -> Copy:
 
 
 def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
-    """Merge runs of equally spaced copies. All copies have equal sizes and strides. Within a run, the offsets in both
-    buffers must increase, so that no stride of the merged copy is 0."""
+    """Merge runs of equally spaced copies between the same two buffers. All copies in `alike` must have equal sizes and
+    strides. Within a run, the offsets in both buffers must increase, so that no stride of the merged copy is 0."""
     steps = [(b.here.start - a.here.start, b.there.start - a.there.start) for a, b in itertools.pairwise(alike)]
     first = 0
     while first < len(alike):
