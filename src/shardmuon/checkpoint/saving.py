@@ -136,7 +136,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
 
 def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
-    """Return weights, state and groups for a checkpoint. Collective over all ranks.
+    """Return weights, optimizer state and parameter groups in the form in which a checkpoint contains them. Collective
+    over all ranks.
 
     Parameters are identified by names that do not depend on the sharding. The groups are a tuple instead of a list,
     because torch.distributed.checkpoint writes a tuple as a single value.
@@ -357,12 +358,12 @@ def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[s
 
 
 def _as_global(
-    weights: Mapping[str, Any],  # parameter name -> weights
-    state: Mapping[str, Mapping[str, Any]],  # parameter name -> state key -> value
+    weights: Mapping[str, Any],  # dict from parameter name to weights
+    state: Mapping[str, Mapping[str, Any]],  # dict from parameter name to a dict of its optimizer state
     table: Table,  # layouts of all parameters whose shards are plain tensors
 ) -> dict[str, Any]:
-    """In weights and state, replace every shard that is a plain tensor with a `_Shard`, which records its position in
-    the whole tensor ([Note: plain shards]).
+    """In the weights and the optimizer state to be saved, replace every shard that is a plain tensor with a `_Shard`,
+    which records the shard's position in the whole tensor ([Note: plain shards]).
 
     Returns:
         {"model": weights, "optimizer": {"state": state}}.
@@ -405,7 +406,7 @@ def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
 # ----------------------------------------------------------------------------------------------------- reading files
 
 
-# (module, name) of every type and function to which the metadata of a checkpoint may refer
+# (module, name) of every type and function that the pickled metadata of a checkpoint may name
 _ALLOWED = frozenset(
     {
         ("collections", "OrderedDict"),
@@ -437,7 +438,8 @@ class _Reader(FileSystemReader):
     """Reader of a checkpoint folder that checks the metadata before torch.distributed.checkpoint unpickles it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata as torch.distributed.checkpoint does, but first check that unpickling runs no code.
+        """Read the metadata of a checkpoint as torch.distributed.checkpoint does, but first check that unpickling it
+        runs no code.
 
         Raises:
             ValueError: The metadata names a type or function that no checkpoint needs.

@@ -66,8 +66,8 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        # A shard whose layout is still unknown has no matrices. The first step creates the state of its post-processing
-        # stages.
+        # No matrices are known for a shard whose layout is still unknown. The first step creates the state that the
+        # variant's stages have for such a shard.
         if view.matrices:
             engine, stacked = engine_for(param, group), view.num_row_dims == 2
             for key, shape in _state_shapes(stages_of(group), view).items():
@@ -188,8 +188,8 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the names in both groups are equal and in the same order. Names that one of the groups
-    lacks are not compared.
+    """Raise ValueError unless the optimizer's group and the saved group name the same parameters in the same order.
+    Names that one of the groups lacks are not compared.
 
     State is assigned to parameters by position, so without this check, the state of two parameters of equal shape could
     be swapped unnoticed.

@@ -168,7 +168,8 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
     if kept is not None and is_alive(kept):  # a process group can be referenced even after it has been destroyed
-        # The cached group takes precedence over `hint`, because ranks that rebuild a plan can have different hints.
+        # The cached process group takes precedence over `hint`, because ranks that rebuild a plan can pass different
+        # hints.
         return kept
     group = next((one for one in (world, hint) if one is not None and group_ranks(one) == ranks), None)
     if group is None:
@@ -188,7 +189,7 @@ def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | No
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
     config = dist.get_backend_config(group_for(ranks))
-    # Dict from a device type to its backend, for example "cuda" to "nccl".
+    # dict from each device type to the group's backend for that type, for example {"cuda": "nccl"}
     backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     if preferred is not None and backends.get(preferred.type, "gloo") != "gloo":
         return preferred
@@ -246,7 +247,7 @@ class Pending(NamedTuple):
     """An all-to-all in progress.
 
     Attributes:
-        work: torch's handle of the collective.
+        work: Handle that torch returned for the collective.
         came: 1-D receive buffer, filled once `wait` has returned.
         sent: 1-D send buffer. This reference keeps the buffer alive, because it must outlive the collective.
     """
@@ -266,8 +267,8 @@ class Pending(NamedTuple):
 
 
 def _hops_of(me: int, num: int) -> list[tuple[str, int]]:
-    """List the hops of the rank with index `me` in an all-reduce over `num` ranks ([Note: recursive doubling]). A hop
-    is a pair (name of the operation, index of the other rank). "send" sends a message, "swap" sends a message and
+    """List the hops that the rank with index `me` takes in an all-reduce over `num` ranks ([Note: recursive doubling]).
+    A hop is a pair (name of the operation, index of the other rank). "send" sends a message, "swap" sends a message and
     merges the received message, "hear" only receives and merges, and "take" receives the final result."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
@@ -334,7 +335,8 @@ class Lane:
             made_under(world).lanes[ranks].close()
 
     def merge(self, message: _T, merged: Callable[[_T, _T], _T], what: str) -> _T:
-        """All-reduce a message of plain data over the ranks of the lane. All hops share one deadline.
+        """All-reduce a message of plain data over the ranks of the lane by recursive doubling. All hops share one
+        deadline.
 
         Args:
             message: This rank's message, which must fit in `LARGEST` bytes when pickled.
@@ -369,7 +371,7 @@ class Lane:
         return message
 
     def share(self, value: bytes, what: str) -> list[Any]:
-        """All-gather pickled values of any size.
+        """All-gather pickled values of any size over the ranks of the lane.
 
         Args:
             value: This rank's pickled value.

@@ -291,7 +291,7 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
             comparison, ranks that list such a set would wait for the other ranks of the set until the timeout.
 
     Returns:
-        Rank -> facts, for every rank of the component. The result is equal on all of these ranks.
+        Dict from every rank of the component to the rank's `facts`. The result is equal on all of these ranks.
 
     Raises:
         Refused: Some rank has an error, or a set is not listed by all of its ranks. Raised on every rank, with the same
@@ -319,8 +319,9 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
 
 
 def _num_rounds(known: Mapping[int, _Entry]) -> float:
-    """Compute the number of rounds of flooding after which every rank in `known` has the entries of all ranks that it
-    can reach. The number is infinite if an entry in `known` names a rank whose entry is missing."""
+    """Compute after how many rounds of flooding every rank has the entries of all ranks that are connected to it.
+    `known` contains the entries that this rank has received. The number is infinite if one of these entries names a
+    rank whose entry is missing."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
     if not known.keys() >= set().union(*order):
         return math.inf
@@ -428,8 +429,9 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def read(self, kept: _K) -> Ballot:
-        """Read all inputs of the call and return this rank's ballot, with flags for conditions such as a due audit.
-        This method must not change weights, gradients or momentum, because the vote can still reject the call."""
+        """Read all inputs of the call, such as gradients, and return this rank's ballot, with flags for conditions such
+        as a due audit. This method must not change weights, gradients or momentum, because the vote can still reject
+        the call."""
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
@@ -437,7 +439,7 @@ class Call(ABC, Generic[_K]):
         digest. If digests differ, an error message shows the first inputs that differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        """Format an error message about the first difference between the ranks of a set.
+        """Format an error message about the first input of the call that differs between the ranks of a set.
 
         Args:
             ranks: The set.

@@ -131,8 +131,9 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """Set this rank's gradients to None if the code in the `with` block raises an error, and re-raise the error or an
-    ExchangeError with this error as its cause. The gradients are kept if the error is Refused, which all ranks raise.
+    """If the code in the `with` block raises an error, set this rank's gradients to None, and raise the error again or
+    raise an ExchangeError whose cause is the error. The gradients are kept if the error is Refused, which all ranks
+    raise.
 
     Other ranks do not learn of a failure after the last communication, and continue with scaled gradients. The next
     step then raises an error on every rank that shares these parameters, because this rank has no gradients.
@@ -240,8 +241,8 @@ def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, obj
 
 
 def _counts(layout: ParamLayout) -> bool:
-    """Return True if this rank counts its part of a tensor in the norm. If several ranks store the same part, only the
-    first of these ranks counts the part.
+    """Return True if this rank counts its part of a gradient in the norm of all gradients. If several ranks store the
+    same part, only the first of these ranks counts the part.
 
     Raises:
         ValueError: This rank is the first for some of its pieces of the tensor, but not for all of these pieces.
@@ -273,7 +274,7 @@ class _Clipping(TableCall[_BoundGradients]):
         held: Dict from the index of a parameter to the local storage of its gradient. It contains the gradients of
             which this rank stores a part.
         states: `GradientState` of each parameter's gradient.
-        counted: Norm of all gradient elements that this rank counts, because no other rank counts them.
+        counted: Norm of all gradient elements on this rank that no other rank counts.
         loose: A tuple (fingerprint, norm, is_plain) for each pair of a rank set and a shape for which this rank has
             loose gradients, that is, gradients that may have replicas on other ranks ([Note: who sums with whom]). The
             fingerprint and the norm are those of this rank's part of these gradients; replicas have equal fingerprints.

@@ -99,7 +99,7 @@ class Table:
 
 
 def union(groups: Collection[Ranks]) -> Ranks:
-    """Return all ranks that belong to any of several groups, in ascending order."""
+    """Return the union of several collections of ranks, in ascending order."""
     return tuple(sorted({rank for group in groups for rank in group}))
 
 
@@ -209,8 +209,9 @@ def bind(
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
-    """Build the table of the parameters' layouts: see [Note: describing together]. Collective over the component, which
-    consists of all ranks that are connected, directly or through other ranks, by shared parameters or by `beyond`.
+    """Build the table of the layouts of an optimizer's parameters (see [Note: describing together]). Collective over
+    the component, which consists of all ranks that are connected, directly or through other ranks, by shared parameters
+    or by `beyond`.
 
     Args:
         listed: This rank's parameters.
@@ -276,9 +277,9 @@ def _line(one: _Described, compared: bool) -> str:
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    """Make the error message for ranks that describe a shared parameter differently. The message is about the first
-    parameter for which a rank's description differs from that of the first rank, and leaves out what the
-    two descriptions have in common."""
+    """Make the error message for ranks that describe a shared parameter differently. The message compares the first
+    rank with the first other rank whose list of parameters differs. It shows the first parameter whose descriptions
+    differ, without the properties that both descriptions have in common."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):
@@ -335,8 +336,8 @@ def _compare_replicas(
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
 ) -> None:
-    """Compare the fingerprints of replicas, and raise an error on all ranks if any rank finds a difference or has an
-    error. Collective over `component`."""
+    """Compare the fingerprints of all replicas of parameters, and raise an error on all ranks if any rank finds a
+    difference or has an error. Collective over `component`."""
     # Dict from a tuple (set of ranks, position of a parameter among the parameters that these ranks share) to the
     # fingerprint of the parameter's local storage.
     prints = dict[tuple[Ranks, int], int]()
@@ -358,8 +359,8 @@ def _compare_replicas(
 
 
 def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
-    """Raise Refused if replicas of a parameter differ. `prints`: fingerprints of the parameter's local storage, one for
-    each rank that shares the parameter."""
+    """Raise Refused if the values of replicas of a parameter differ. `prints` contains the fingerprint of the
+    parameter's local storage on each rank that shares the parameter."""
     seen: dict[object, tuple[int, int]] = {}
     for (rank, pieces), value in zip(layout.pieces.items(), prints, strict=True):
         first, wanted = seen.setdefault(pieces, (rank, value))
@@ -401,8 +402,8 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:
-        """Derive the binding (the data that later calls reuse) from a new table. Return the binding and a picklable
-        message. The caller sends the message to all ranks that built the table together."""
+        """Derive the binding (the data that later calls reuse) from a new layout table. Return the binding and a
+        picklable message, which the caller sends to all ranks that built the table together."""
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:

@@ -123,14 +123,15 @@ def _ranges(size: int, cuts: Sequence[tuple[int, int]], mesh: Ints, place: Ints)
 
 
 def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
-    """Split the concatenated `ranges` into `num_parts` chunks of the same sizes as in `torch.chunk`, and return the
-    indices in the chunk at position `part`."""
+    """Concatenate index ranges, split the result into `num_parts` chunks of the same sizes as in `torch.chunk`, and
+    return the index ranges in the chunk at position `part`."""
     step = -(-sum(stop - start for start, stop in ranges) // num_parts)
     return _narrow(ranges, part * step, step)
 
 
 def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
-    """Select `num` consecutive indices from the concatenated `ranges`, starting at position `first`."""
+    """Concatenate index ranges, and return the index ranges of the `num` consecutive indices that start at position
+    `first`."""
     found, at = [], 0
     for start, stop in ranges:
         a, b = max(first, at), min(first + num, at + stop - start)

@@ -131,7 +131,8 @@ def matrix_view(
             "tuple of the rows of each"
         )
     dims = tuple(int(size) for size in shape)
-    split_dim = 1 if transposed and split_sizes is not None else 0  # 0 if rows are split, 1 if columns are split
+    # `split_sizes` splits rows (0) or columns (1) of the stored tensor
+    split_dim = 1 if transposed and split_sizes is not None else 0
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)

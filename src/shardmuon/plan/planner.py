@@ -45,7 +45,7 @@ _TAILS = (1, 2, 4)
 # `foresight.hardware` for elements that are sent as two bytes.
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
-_Key = tuple[int, int]  # (index of a parameter, index of a matrix in the parameter)
+_Key = tuple[int, int]  # key of a matrix: (index of the parameter in the plan, index of the matrix in the parameter)
 _Share = list[Item]  # a share: the matrices that are to form one bucket
 
 
@@ -106,8 +106,8 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
 
 
 def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
-    """Make a provisional `Item` for a matrix, in which `owners` lists all ranks that can own the matrix. The final
-    owners are chosen later."""
+    """Make a provisional `Item` for a matrix, in which `owners` lists all ranks that can own (orthogonalize) the
+    matrix. The final owners are chosen later."""
     layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
     able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
@@ -127,10 +127,11 @@ def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
 
 
 def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> dict[_Key, int]:
-    """Choose the owner of each matrix that a set of ranks shares. Matrices with a single candidate are assigned first,
-    the others in order of decreasing cost. Each matrix goes to the candidate that has the least work so far. Among
-    candidates with equal work, those in the replica that has been assigned the fewest elements are preferred, because a
-    replica relays its results to the others. If several candidates remain, owners alternate between nodes."""
+    """Choose the owner (the rank that orthogonalizes it) of each matrix that a set of ranks shares. Matrices with a
+    single candidate are assigned first, the others in order of decreasing cost. Each matrix goes to the candidate that
+    has the least work so far. Among candidates with equal work, those in the replica that has been assigned the fewest
+    elements are preferred, because a replica relays its results to the others. If several candidates remain, owners
+    alternate between nodes."""
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
     place = {rank: at for at, rank in enumerate(ranks)}
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
@@ -156,8 +157,8 @@ def _hand_on(
     """Reassign matrices of overloaded ranks to other ranks of the same node, by changing `owners` in place. Only
     matrices that are stored by a single rank are reassigned. This helps with models in which all ranks store experts,
     but only a few ranks also store a dense matrix."""
-    # `loads` has the number of floating point operations of each rank. `alone` lists, for each rank, a pair (cost, key)
-    # for each of its matrices that can be reassigned.
+    # `loads` has the number of floating point operations assigned to each rank. `alone` lists, for each rank, a pair
+    # (cost, key) for each matrix that can be reassigned from this rank to another rank.
     loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, _Key]]](list)
     for item in drafts:
         owner = owners[item.key]
@@ -323,8 +324,8 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: 
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
-    """True if a matrix needs a gather and a scatter. False if the rank that orthogonalizes the matrix stores the whole
-    matrix and has no state of variant stages to send."""
+    """True if a matrix must be gathered before it is orthogonalized, and its result scattered afterwards. False if the
+    rank that orthogonalizes the matrix stores the whole matrix and has no state of variant stages to send."""
     return item.owners[0] not in spec.layout.whole_on[item.matrix] or any(kept.travels for kept in spec.kept)
 
 
@@ -385,8 +386,8 @@ def _needed(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Share]:
-    """Split one owner's matrices, in the given order, into `num` shares of about equal work, with as few empty shares
-    as possible."""
+    """Split the matrices that one rank orthogonalizes, in the given order, into `num` shares (parts of buckets) of
+    about equal work, with as few empty shares as possible."""
     parts: list[_Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
     for place, item in enumerate(line):
@@ -468,11 +469,13 @@ def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[in
     for one matrix."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
-    # The Gram matrices of a batch have at most 3 * 2**20 elements (see `orthogonalize.batch_size`).
+    # The batch size is limited so that the Gram matrices of a batch have at most 3 * 2**20 elements (see
+    # `orthogonalize.batch_size`).
     size = 1 if not machine.launch else min(max((3 << 20) // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
-    # The rate of a batch is between the rate of one matrix and the rate of a single product of the batch's total size.
-    # It is estimated as the geometric mean of the two rates, both as a share of the peak rate.
+    # The FLOP rate of a batched matrix product is between the rate for one matrix of the batch and the rate for a
+    # single product of the batch's total size. It is estimated as the geometric mean of both rates, each as a share of
+    # the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
     # a batch takes at least as long as the 30 kernel launches of five Newton-Schulz steps
     return size, max(size * flops * 1000 // (rate * share), 30 * machine.launch)
@@ -497,9 +500,9 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory use of a bucket of matrices, whose elements are sent as `itemsize` bytes each."""
-    # `passed_on` counts the relayed elements of each replica. The other counters have one value per owner: the
-    # nanoseconds of computation (`computed`), the number of received elements (`came`), and the number of elements that
-    # the owner already stores (`kept`).
+    # The counter `passed_on` has the number of relayed elements of each replica. All other counters have one value per
+    # owner: the nanoseconds of computation (`computed`), the number of received elements (`came`), and the number of
+    # elements that the owner already stores (`kept`).
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns

@@ -50,8 +50,8 @@ class BufferPlace(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy of a block of elements between two buffers, in either direction. All strides are nonzero, so that no two
-    elements of the block share a place."""
+    """Instruction to copy a block of elements between two buffers, in either direction. All strides are nonzero, so
+    that no two elements of the block share a place."""
 
     sizes: Ints
     here: BufferPlace
@@ -117,7 +117,7 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """All copies and exchanges of one rank for one bucket.
+    """All copies and exchanges that one rank executes for one bucket (a set of matrices that are exchanged together).
 
     Attributes:
         bucket, rank: The bucket, and the rank that executes the program.
@@ -269,9 +269,11 @@ def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
 
 
 def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
-    """Merge copies between the same two buffers into fewer copies with fewer dims. Blocks of equal sizes and strides at
-    equal distances in both buffers become one block with an additional leading dim. Merging runs twice: first for the
-    tiles of each sender, then across senders, each of which may send matrices of several shapes.
+    """Merge copies between the same two buffers into fewer copies with fewer dims.
+
+    Blocks of equal sizes and strides at equal distances in both buffers become one block with an additional leading
+    dim. Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
+    several shapes.
     """
     found = [_merged(copy) for copy in copies]
     for _ in range(2):

@@ -162,24 +162,24 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Lin
             flats = [t.view(-1) for t in tensors]
             lines.append((*(t[:whole] for t in flats), step))
             tensors = [t[whole:] for t in flats]
-        # On CPUs, parameters with equal dtypes and step counts share a copy. On other devices, each parameter has a
-        # copy of its own, because reading a step count would wait for the device.
+        # On CPUs, parameters with equal dtypes and step counts are copied to one buffer. On other devices, each
+        # parameter is copied separately, because comparing step counts would wait for the device.
         key = (*(t.dtype for t in tensors), float(step) if cuts else len(copied))
         copied.setdefault(key, []).append((*tensors, step))
     return lines, list(copied.values())
 
 
 def _side_by_side(several: Sequence[_Line]) -> _Line:
-    """Concatenate the tensors of several parameters into copies, padded with zeros to a multiple of the CPU kernel's
-    vector size."""
+    """Concatenate the weights of several parameters into one tensor, and likewise their gradients and their moments.
+    The tensors are padded with zeros to a multiple of the CPU kernel's vector size."""
     *columns, steps = zip(*several, strict=True)
     missing = -sum(map(Tensor.numel, columns[0])) % (_VECTOR // columns[0][0].element_size())
     return (*(flattened([*column, column[0].new_zeros(missing)]) for column in columns), steps[0].clone())
 
 
 def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
-    """Take one in-place AdamW step on parameters that are on one device. `group` contains lr, betas, eps and
-    weight_decay."""
+    """Take an in-place AdamW step on local tensors (rows) that are all on one device. `group` contains lr, betas, eps
+    and weight_decay."""
     lines, originals = _lines(rows, device.type == "cpu")
     copies = list(map(_side_by_side, originals))
     params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*lines, *copies, strict=True))

@@ -61,7 +61,7 @@ class Binding(Agreed):
     `sets`, `component` and `token` are copied from the layout table.
 
     Args:
-        rank: This rank.
+        rank: Global rank of this process.
         table: Table that lists which rank stores which piece of each parameter.
         plan: Plan for the parameters of the table.
         members: The parameters of the table, in the same order.
@@ -213,8 +213,8 @@ class Offer:
                 self.refs[ref.ranks] = min(self.refs.get(ref.ranks, ref), ref, key=lambda one: one.group_name)
 
     def bind(self, rank: int, table: Table) -> Binding:
-        """Make the binding: a plan for the parameters of `table`, with this rank's parameters. The table was built from
-        the `listed` parameters of all ranks."""
+        """Make a `Binding`: a plan for the parameters of a layout table, with this rank's parameters. The table was
+        built from the attribute `listed` of all ranks."""
         of_group = {id(group): number for number, group in enumerate(self._groups)}
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -312,5 +312,5 @@ def fingerprint(storage: Tensor) -> int:
     chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # on CPUs, a chunk of this many words fits in the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
-        total += mix_(places, part).sum()  # sums of int64 numbers wrap around modulo 2**64
+        total += mix_(places, part).sum()  # the sum of hashed words wraps around modulo 2**64
     return int(total.item())

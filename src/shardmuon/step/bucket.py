@@ -37,7 +37,7 @@ class Bound:
     tile is a part of a matrix in this rank's local storage. Objects are cached between steps and hold no tensors.
 
     Args:
-        plan: The plan.
+        plan: Plan that contains the bucket.
         program: This rank's program for a bucket of the plan.
         shapes: Shape of this rank's local storage of each parameter.
         device: Device of the exchange buffers.
@@ -155,11 +155,12 @@ class Bound:
 
 
 class Buckets:
-    """This rank's buckets for a step in which certain parameters have gradients. Cached between steps.
+    """This rank's buckets (sets of matrices that are exchanged together) for steps in which certain parameters have
+    gradients. Objects are cached between steps.
 
     Args:
-        plan: The plan.
-        rank: This rank.
+        plan: Plan of the step, which contains the buckets.
+        rank: Global rank of this process.
         shapes: Shape of this rank's local storage of each parameter.
         buckets: This rank's buckets of the plan, each with the device of its parameters.
         ns_device: Device on which matrices are orthogonalized; None: the device of each bucket's exchange buffers.
@@ -259,18 +260,18 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
 
 
 def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
-    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches. Run the variant's stages
-    before and after the orthogonalization ([Note: stages] in variants.py)."""
+    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches. Also run the stages of the
+    Muon variant (such as NorMuon's) before and after the orthogonalization ([Note: stages] in variants.py)."""
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
         unit, overwrite = False, True
         if settings.stages:
             fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
-            # Stages after the orthogonalization need a dtype that does not depend on the number of matrices, which
-            # differs between layouts. With `overwrite`, the results of a single batch have the dtype of the matrix
-            # products, but the results of several batches are written to the input, in the input's dtype. Therefore the
-            # input is overwritten only if both dtypes are equal or no such stage follows.
+            # The variant's stages after the orthogonalization need an input dtype that does not depend on the number of
+            # matrices, which differs between layouts. With `overwrite`, the results of a single batch have the dtype of
+            # the matrix products, but the results of several batches are written to the input, in the input's dtype.
+            # Therefore the input is overwritten only if both dtypes are equal or no such stage follows.
             overwrite = fed.dtype == choice.dtype or not any(isinstance(stage, AfterStage) for stage in settings.stages)
         out = orthogonalize(
             fed,

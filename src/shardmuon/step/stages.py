@@ -38,7 +38,8 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-_PART = 1 << 17  # number of elements summed at a time on CPUs; their fp64 copies fit in the cache
+# on CPUs, number of weights whose squares are summed at a time; the fp64 copies of this many weights fit in the cache
+_PART = 1 << 17
 
 
 class WeightSet:
@@ -47,9 +48,9 @@ class WeightSet:
     no tensors.
 
     Args:
-        plan: The plan.
+        plan: Plan that contains the parameters.
         stages: Dict from the index of each parameter of the set to the stages of the parameter's variant.
-        rank: This rank.
+        rank: Global rank of this process.
         shapes: Shape of this rank's storage of each parameter of the plan.
 
     Attributes:
@@ -63,8 +64,9 @@ class WeightSet:
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # name of each matrix of the set, for the warning about matrices of zeros
-        # `_tiles_at` lists the matrix index of each tile, and `_kept_at` the matrix index of each norm that this rank
-        # stores. `_counts` is True for each tile whose squares this rank sums.
+        # For each tile on this rank, `_tiles_at` has the index of the tile's matrix in `_names`, and `_counts` is True
+        # if this rank sums the tile's squares. For each norm that this rank stores, `_kept_at` has the index of the
+        # matrix.
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[Load]()
         for param, spec in specs.items():
@@ -88,12 +90,12 @@ class WeightSet:
         ranks process the sets that they share in the same order.
 
         Args:
-            plan: The plan.
+            plan: Plan that contains the parameters.
             stages: Dict from the index of a parameter to the stages of the parameter's variant. Before the update, the
                 dict contains the parameters whose weight norms are still unknown; after the update, it contains the
                 parameters that have gradients. All ranks that share a parameter must agree on whether it is in the
                 dict.
-            rank: The rank.
+            rank: Global rank for which the weight sets are made.
             shapes: Shape of the rank's local storage of each parameter of the plan.
         """
         found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
@@ -143,7 +145,7 @@ class WeightSet:
         pairs = zip(tiles, self._tiles_at, strict=True)
         foreach("mul_", tiles, [(wide if tile.dtype == torch.float64 else numbers)[at] for tile, at in pairs])
 
-    def _read(self, work: Work, device: torch.device) -> Tensor:  # returns shape (number of matrices, 1), fp32
+    def _read(self, work: Work, device: torch.device) -> Tensor:  # returns fp32 norms, (number of matrices, 1)
         """Read the norm that the optimizer state stores for each weight matrix. The result is 0 for norms that this
         rank does not store."""
         found = [torch.zeros(1, dtype=torch.float32, device=device)] * len(self._names)
@@ -151,7 +153,7 @@ class WeightSet:
             found[at] = number
         return torch.stack(found)
 
-    def _write(self, work: Work, values: Tensor) -> None:  # `values` has shape (number of matrices, 1)
+    def _write(self, work: Work, values: Tensor) -> None:  # `values` are norms, (number of matrices, 1)
         if self._kept_at:
             rows = values.unbind(0)
             foreach_copy_(self._kept.of(work.kept), [rows[at] for at in self._kept_at])

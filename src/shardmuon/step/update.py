@@ -130,7 +130,7 @@ class Side:
 
     @cached_property
     def patches(self) -> list[Patch]:
-        """The patch of each tile: the rows and columns of its matrix that the tile covers."""
+        """For each tile, a patch, which describes the rows and columns of the matrix that the tile covers."""
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
@@ -367,9 +367,9 @@ def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]
 
 
 def _converted(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Convert each tensor to `dtype`, by default to the dtype of the tensor at the same index of `like`. A converted
-    tensor also gets the strides of that tensor, so that one kernel can process both lists. Tensors that already have
-    the dtype are returned unchanged."""
+    """Convert each tensor of a list to `dtype`, by default to the dtype of the tensor at the same index of the list
+    `like`. A converted tensor also gets the strides of that tensor, so that one kernel can process both lists. Tensors
+    that already have the dtype are returned unchanged."""
     found = list(tensors)
     others = [i for i, t in enumerate(tensors) if t.dtype != (dtype or like[i].dtype)]
     for i in others:
@@ -403,8 +403,8 @@ def apply_(
             # The decay factor is a tensor, because list operations on CPUs convert a Python number once for each weight
             # tensor.
             foreach("mul_", weights, other=torch.tensor(factor, dtype=weights[0].dtype, device="cpu"))
-        # `add` on a CPU converts half-precision summands itself. List operations on other devices cannot, so summands
-        # are converted first.
+        # On a CPU, `add` converts half-precision updates itself. On other devices, list operations cannot convert
+        # updates, so updates are first converted to the dtype of the weights.
         widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu"
         summands = given if widens or given[0].dtype == weights[0].dtype else _converted(given, weights)
         rows: dict[float, list[tuple[Tensor, Tensor]]] = {}

@@ -49,8 +49,9 @@ class Proposal(Work):
             parameter's complete new state.
         fresh: Dict from the index of a parameter to the state keys of its weight norms that no step has checked since
             they were created or loaded.
-        adamw: Index of an AdamW group -> its parameters' rows (local tensors). A row is None if the parameter has no
-            gradient or no state yet, or if the layout of either differs from the parameter's.
+        adamw: Dict from the index of each AdamW group to the rows (local tensors) of the group's parameters. A row is
+            None if the parameter has no gradient or no state yet, or if the layout of either differs from the
+            parameter's.
         presence: One bit for each parameter whose gradient can be missing on some ranks (see `Binding.bits`): 1 if this
             rank has the gradient.
     """
@@ -63,8 +64,9 @@ class Proposal(Work):
     presence: int = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
-        """Apply the vote's result to parameters of which this rank stores no elements. Such a parameter takes part in
-        the step only if another rank has its gradient. `presence` contains the bits of all ranks, merged by "or"."""
+        """Use the vote's result to decide which parameters take part in the step, for parameters of which this rank
+        stores no elements. Such a parameter takes part in the step only if another rank has its gradient. `presence`
+        contains the bits of all ranks, merged by "or"."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = GradientState.READY
@@ -129,8 +131,8 @@ class Proposal(Work):
 
 
 def validate(binding: Binding, core: Any, options: Sequence[Settings | None]) -> Proposal:
-    """Read gradients and state, and return the step that this rank will take if all ranks agree. `options` contains the
-    settings of each of the optimizer's groups; None for a group that AdamW updates.
+    """Check this rank's gradients and state, and return the data of the step that this rank will take if all ranks
+    agree. `options` contains the settings of each of the optimizer's groups; None for a group that AdamW updates.
 
     A fast path handles most parameters in nearly every step: those whose gradient and momentum have the parameter's
     layout, and whose momentum is stored in the dtype in which it is computed. All others are checked one by one.
@@ -265,7 +267,8 @@ def _unsettled(stages: Stages, state: Mapping[str, Any], settled: Mapping[Tensor
 def _stored_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> tuple[Tensor, ...]:
-    """Return the local storage of each state tensor of a parameter, in the order of `shapes`.
+    """Return this rank's part of each state tensor that the variant's stages have for a parameter, in the order of
+    `shapes`.
 
     Raises:
         ValueError: A tensor is missing or has a wrong layout or dtype. The message does not contain the parameter's

@@ -21,7 +21,7 @@ from shardmuon.layout.views import Ints
 
 
 class GradientState:
-    """Possible states of a gradient. The values are phrases for error messages."""
+    """Possible states of a parameter's gradient on a rank. The values are phrases for error messages."""
 
     NONE = "no gradient"
     READY = "a gradient"
@@ -32,7 +32,7 @@ _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
 Group = Mapping[str, Any]  # a parameter group of an optimizer, with its options
-# (global shape of a tensor, dict from each rank to the pieces that it stores)
+# (global shape of a tensor, dict from each rank to the pieces of the tensor that the rank stores)
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]
 
 
@@ -83,7 +83,7 @@ class Extent(NamedTuple):
 
     Attributes:
         shape: Shape of the storage.
-        held: Pieces in the storage; None if `Engine.stored` computes them from the claims.
+        held: Pieces of the tensor in the storage; None if `Engine.stored` computes the pieces from the claims.
     """
 
     shape: Ints
@@ -113,7 +113,8 @@ class Claim(NamedTuple):
 
 
 class Engine:
-    """Access to one kind of parameter storage. Engines are stateless: they describe tensors and make no decisions.
+    """Adapter for one kind of parameter storage, such as DTensors. Engines are stateless: they describe tensors and
+    access their storage, but make no decisions.
 
     Error messages (of ValueError) must not contain the parameter's name, ranks or shapes, because callers add them.
     Users see errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks .. store shapes ..:
@@ -166,9 +167,10 @@ class Engine:
         return Claim((shape,), text, Extent(shape))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        """Compute the tensor's global shape and the pieces that each rank stores. This is a pure function: equal claims
-        give equal results. The caller checks for gaps, overlaps and out-of-bounds pieces. The base class takes the
-        pieces from the claims; a rank whose claim has none stores the whole tensor.
+        """Compute the tensor's global shape and the pieces that each rank stores, from the claims of all ranks that
+        share the tensor. This is a pure function: equal claims give equal results. The caller checks for gaps, overlaps
+        and out-of-bounds pieces. The base class takes the pieces from the claims; a rank whose claim has none stores
+        the whole tensor.
 
         If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: the piece starts at index
         `offset` of the tensor and at index `local` of the storage. The storage can have any strides. If the storage is
@@ -177,7 +179,7 @@ class Engine:
 
         Args:
             form: The claims' field `form`, which is equal on all ranks.
-            extents: Rank -> the field `extent` of the rank's claim, for all ranks of the grid.
+            extents: Dict from each rank of the grid to the field `extent` of the rank's claim.
             grid: Ranks that share the tensor: one row per replica, one column per part.
 
         Raises:
@@ -202,10 +204,10 @@ class Engine:
         engines that cannot find the global shape on a single rank override this method."""
 
     def signature(self, param: Tensor) -> object:
-        """Return a value that changes whenever the parameter's layout, communication dtype or device may have changed.
-        Each step computes this value and compares it with the plan's value, so the computation must be cheap; a change
-        makes the plan invalid. The plan keeps its value, so the value must contain a `GroupRef` instead of a process
-        group."""
+        """Return a value that changes whenever the parameter's layout, dtype or device may have changed. Each step
+        computes the value and compares it with the value that was stored when the plan was made; a difference makes the
+        plan invalid. The computation must therefore be cheap. Because the value is stored, it must contain a `GroupRef`
+        instead of a process group."""
         return _SIGNATURE(param)
 
     # ----------------------------------------------------------------------------------------------- local storage
@@ -218,11 +220,11 @@ class Engine:
     def storages(
         self, params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any]
     ) -> Sequence[Sequence[Tensor]] | None:
-        """Fast path for steps (under no_grad): return the local storages of parameters, of their gradients and of each
-        kind of state tensor, after a quick check that gradients and state are placed like the parameters, that each
-        kind of tensor has a single dtype, and that parameters and state are writable. Return None if the check fails.
-        The caller then checks tensors one by one (`is_aligned`) and either raises a precise error or finds that nothing
-        is wrong."""
+        """Return the local storages of parameters, of their gradients and of each kind of state tensor. This is the
+        fast path for steps (under no_grad). It first checks quickly that gradients and state are placed like the
+        parameters, that each kind of tensor has a single dtype, and that parameters and state are writable. Return None
+        if the check fails. The caller then checks tensors one by one (`is_aligned`) and either raises a precise error
+        or finds that nothing is wrong."""
         shapes, devices = list(map(_SHAPE, params)), list(map(_DEVICE, params))
         for column in (grads, *states):
             if set(map(type, column)) != {Tensor} or set(map(_LAYOUT, column)) != {torch.strided}:
@@ -262,8 +264,8 @@ class Engine:
         return True
 
     def align(self, grad: Tensor, param: Tensor) -> Tensor:
-        """Redistribute the gradient to the parameter's placement. All ranks of the parameter's mesh must call this
-        method."""
+        """Redistribute a DTensor gradient to its parameter's placement. All ranks of the parameter's mesh must call
+        this method."""
         raise AssertionError("is_aligned() refuses what would need alignment")
 
     def lacks_gradient(self, param: Tensor) -> bool:
@@ -301,8 +303,8 @@ def register(engine: Engine) -> None:
 
 
 def engine_of(param: Tensor) -> Engine:
-    """Return the engine that can access a parameter's storage. To find the placement of a plain tensor, use
-    `engine_for` instead, which also reads the options of the parameter group."""
+    """Return the engine (storage adapter) that can access a parameter's storage. To find the placement of a plain
+    tensor, use `engine_for` instead, which also reads the options of the parameter group."""
     # A plain tensor without attributes needs no search for its engine, because other engines recognize plain tensors
     # only by attributes that frameworks set.
     if type(param) in (Tensor, torch.nn.Parameter) and not param.__dict__:

@@ -32,8 +32,8 @@ _PLACED = attrgetter("shape", "_spec.mesh", "_spec.placements")
 
 
 class DTensorEngine(Engine):
-    """Engine for DTensors, whose mesh and placements determine what each rank stores. The engine raises an error if the
-    local tensors do not match the placements."""
+    """Engine (storage adapter) for DTensors, whose mesh and placements determine which part of a tensor each rank
+    stores. The engine raises an error if a local tensor does not match the placements."""
 
     believes_placements = True
 

@@ -86,14 +86,14 @@ class FlatShard:
         return tuple(found)
 
     def mark(self, tensor: Tensor) -> Tensor:
-        """Attach this description to a 1-D tensor, and return the tensor."""
+        """Attach this description of a shard to a 1-D tensor, and return the tensor."""
         tensor._shardmuon_flat = self  # type: ignore[attr-defined]
         tensor._shardmuon_home = self.home  # type: ignore[attr-defined]
         return tensor
 
 
 class FlatEngine(Engine):
-    """Engine for 1-D shards marked by `FlatShard.mark`."""
+    """Engine (storage adapter) for 1-D shards to which `FlatShard.mark` has attached a description."""
 
     plain_shards = True
 

@@ -107,7 +107,7 @@ _PLACES: Any = WeakTensorKeyDictionary()  # dict from each parameter to its loca
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
     is_sharded = bool(handle.uses_sharded_strategy)
     group = GroupRef.of(handle.process_group)
-    # With HYBRID_SHARD, the ranks of `copies` store replicas of this rank's shard.
+    # With FSDP1's HYBRID_SHARD, the ranks of the process group `copies` store replicas of this rank's shard.
     copies = GroupRef.of(getattr(unit, "_inter_node_pg", None)) if is_sharded else None
     home = handle.device if handle._offload_params and handle.device.type != "cpu" else None
     columns = flat._params, flat._shard_param_infos, flat._shapes, flat._contiguities, flat._param_extensions
@@ -134,11 +134,11 @@ def _found(param: Tensor) -> UnitPlace:
 
 
 class FSDP1Engine(FlatEngine):
-    """Engine for original parameters of FSDP1 (`use_orig_params=True`)."""
+    """Engine (storage adapter) for the original parameters that FSDP1 shards with `use_orig_params=True`."""
 
     def recognizes(self, param: Tensor) -> bool:
         place = UnitPlace.of(param)
-        # With NO_SHARD, the parameter is a plain tensor, which the base engine handles.
+        # With FSDP1's NO_SHARD, a parameter is a plain tensor, which the base engine handles.
         return bool(getattr(param, "_fsdp_flattened", False)) if place is None else place.is_sharded
 
     def info(self, param: Tensor) -> FlatShard:

@@ -28,8 +28,8 @@ from shardmuon.layout.views import Ints
 
 @dataclass(frozen=True)
 class TensorParallelEngine(Engine):
-    """Engine for plain tensors of a parameter group with a `tp_group`. Each rank of `tp_group` stores either a shard or
-    a replica of the tensor.
+    """Engine (storage adapter) for the plain tensors of a parameter group with the option `tp_group`. Each rank of
+    `tp_group` stores either a shard or a replica of the tensor.
 
     Attributes:
         shards: The tensor-parallel group.
