@@ -58,8 +58,9 @@ def _state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Add the missing entries of a parameter's initial state, which consists of zeros. If the parameter has moved from
-    AdamW to Muon or from Muon to AdamW, also remove the state of the previous optimizer. Modify `state` in place."""
+    """Add those entries of a parameter's initial state (tensors of zeros) that `state` lacks. If the parameter has
+    moved from AdamW to Muon or from Muon to AdamW, also remove the state of the previous optimizer. Modify `state` in
+    place."""
     if not group["use_muon"]:
         init_state(param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
@@ -122,8 +123,9 @@ def read_state(
 
 
 def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
-    """Split an optimizer's state dict into a dict from parameter key to state, and the parameter groups. The returned
-    state includes the state of post-processing stages (such as NorMuon's second moments) that the saved groups contain.
+    """Split an optimizer's state dict in two: a dict from parameter key to the parameter's state, and the parameter
+    groups. The returned state includes the state of post-processing stages (such as NorMuon's second moments) that the
+    saved groups contain.
 
     Raises:
         ValueError: `saved` is not an optimizer's state dict.

@@ -106,7 +106,8 @@ class GroupRef:
         if value is None or (isinstance(value, GroupRef) and default_group() is None):
             return value
         if isinstance(value, GroupRef):
-            # The reference is checked below, because an unpickled one can come from a job with fewer ranks.
+            # A `GroupRef` is checked below, too, because an unpickled one can come from a job with another number of
+            # ranks.
             found = value
         elif isinstance(value, (tuple, list)):
             found = cls(tuple(value))
@@ -416,8 +417,8 @@ class Lane:
 
 def _name_of(ranks: Ranks, number: int) -> str:
     """Return the prefix of the keys that a lane (message channel) uses in torch's store. The prefix contains a hash of
-    the ranks instead of the ranks, because the store limits keys to 8 KiB, which is too short for a list of 2,000
-    ranks."""
+    the lane's ranks instead of their numbers, because the store limits keys to 8 KiB, which is too short for a list of
+    2,000 ranks."""
     return f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
 
 

@@ -164,7 +164,8 @@ def _listed_of(source: Any, fault: Fault) -> list[Listed]:
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
-        # With `use_muon=False`, layouts can be computed for parameters of any shape. Clipping needs no matrices.
+        # Parameters are listed with use_muon=False, so that layouts can be computed for parameters of any shape.
+        # Clipping needs no matrices.
         options = {"use_muon": False, **{key: group.get(key) for key in PLACE_OPTIONS}}
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
@@ -189,8 +190,9 @@ class _BoundGradients(Agreed):
             options.
         counted: Indices of the parameters whose local gradients this rank counts in the norm. Other ranks that store
             replicas of these gradients do not count them.
-        loose: (set of ranks, shape) -> indices of the parameters on this set of ranks, with this shape, whose gradients
-            are loose ([Note: who sums with whom]). The set of a plain tensor contains only this rank.
+        loose: Dict from a tuple (set of ranks, shape) to the indices of the parameters on this set of ranks and with
+            this shape whose gradients are loose, that is, may have replicas on other ranks ([Note: who sums with
+            whom]). The set of a plain tensor contains only this rank.
         lines: Text that describes each parameter in error messages, equal on all ranks that share the parameter.
         compared: For each parameter, True if its gradient must exist either on all ranks that share the parameter or on
             none of these ranks.
@@ -313,8 +315,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        # The layouts are cached either on all ranks or on none. Since the cache is indexed by the first parameter, a
-        # rank without parameters cannot use it, so no rank does.
+        # If any rank has no parameters, no rank caches the layouts: a rank finds cached layouts by its first parameter,
+        # and either all ranks must use cached layouts or none.
         if all(has_params for _, has_params in everyone):
             _BOUND[self.params[0].param] = kept
 
@@ -348,8 +350,9 @@ class _Clipping(TableCall[_BoundGradients]):
             norms[key] = _norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
         for (ranks, shape), norm in norms.items():
             facts: tuple[Any, ...] = ranks.index(my_rank()), shape, norm
-            # Norms of fewer than 64 bf16 elements per rank are often equal by chance (for single elements, the norms of
-            # 1 in 500 pairs are equal), so the norms of all loose gradients on these ranks must be equal, too.
+            # Loose gradients (which may have replicas) are identified by their norms. Norms of fewer than 64 bf16
+            # elements per rank are often equal by chance (for single elements, the norms of 1 in 500 pairs are equal),
+            # so the norms of all loose gradients on these ranks must be equal, too.
             if math.prod(shape) * len(kept.loose[ranks, shape]) < 64 * len(ranks):
                 facts += (_combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
             if norm:

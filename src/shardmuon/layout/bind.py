@@ -266,8 +266,8 @@ def bind(
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Format those properties of a parameter that must be equal on all ranks that share the parameter as one line of
-    text. `compared` is True if the ranks compare the values of replicas."""
+    """Return one line of text with those properties of a parameter that must be equal on all ranks that share the
+    parameter. `compared` is True if the ranks compare the values of replicas."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
     # a size of -1 stands for a dim that ranks cut into parts of arbitrary sizes
@@ -331,7 +331,7 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # one layout table; empty if this rank has an error
+    table: Sequence[Table],  # contains one layout table, or nothing if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,

@@ -38,8 +38,8 @@ class Box(NamedTuple):
 
 
 class FlatRange(NamedTuple):
-    """Elements [start, stop), in row-major order, of the flattened tensor or, if `box` is given, of this flattened
-    box."""
+    """Range [start, stop) of the elements, in row-major order, of a flattened tensor or, if `box` is given, of this box
+    of the tensor after flattening."""
 
     start: int
     stop: int

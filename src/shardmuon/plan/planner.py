@@ -46,7 +46,7 @@ _TAILS = (1, 2, 4)
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # key of a matrix: (index of the parameter in the plan, index of the matrix in the parameter)
-_Share = list[Item]  # a share: the matrices that are to form one bucket
+_Share = list[Item]  # matrices that are to form one bucket ("a share")
 
 
 class _Way(NamedTuple):
@@ -324,8 +324,9 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: 
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
-    """True if a matrix must be gathered before it is orthogonalized, and its result scattered afterwards. False if the
-    rank that orthogonalizes the matrix stores the whole matrix and has no state of variant stages to send."""
+    """True if a matrix must be gathered before it is orthogonalized, and the result scattered afterwards. False if the
+    rank that orthogonalizes the matrix stores the whole matrix and need not send state of the Muon variant (such as
+    NorMuon's) to other ranks."""
     return item.owners[0] not in spec.layout.whole_on[item.matrix] or any(kept.travels for kept in spec.kept)
 
 
@@ -391,7 +392,7 @@ def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Shar
     parts: list[_Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
     for place, item in enumerate(line):
-        behind = num - share - 1  # number of shares after the current share
+        behind = num - share - 1  # `behind`: number of shares that are filled after the current share
         if parts[share] and behind and needed[place] <= behind:
             enough = work * (behind + 1) >= left
             if enough or filled + item.numel > most or len(line) - place <= behind:

@@ -50,7 +50,8 @@ class Row(NamedTuple):
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # optimizer state of each parameter; missing state is created
-    engines: Callable[[], set[Engine]],  # returns the engines (storage adapters) of all Muon parameters with gradients
+    # Function that returns the engines (storage adapters) of all Muon parameters with gradients.
+    engines: Callable[[], set[Engine]],
     # Dict from the index of an AdamW group to one row per parameter, which contains the parameter's local tensors. A
     # row is None if these tensors are not known yet.
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),

@@ -61,9 +61,9 @@ class Binding(Agreed):
     `sets`, `component` and `token` are copied from the layout table.
 
     Args:
-        rank: Global rank of this process.
+        rank: Global rank for which the binding is made.
         table: Table that lists which rank stores which piece of each parameter.
-        plan: Plan for the parameters of the table.
+        plan: Plan for the parameters of the table, which assigns each matrix to the ranks that orthogonalize it.
         members: The parameters of the table, in the same order.
         settings: Settings of each parameter's group.
         planned: For each group, a string of the options on which the plan depends; "" for a group that AdamW updates.

@@ -160,7 +160,7 @@ class Buckets:
 
     Args:
         plan: Plan of the step, which contains the buckets.
-        rank: Global rank of this process.
+        rank: Global rank that runs the buckets.
         shapes: Shape of this rank's local storage of each parameter.
         buckets: This rank's buckets of the plan, each with the device of its parameters.
         ns_device: Device on which matrices are orthogonalized; None: the device of each bucket's exchange buffers.

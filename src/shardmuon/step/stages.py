@@ -50,7 +50,7 @@ class WeightSet:
     Args:
         plan: Plan that contains the parameters.
         stages: Dict from the index of each parameter of the set to the stages of the parameter's variant.
-        rank: Global rank of this process.
+        rank: Global rank that computes its part of the norms.
         shapes: Shape of this rank's storage of each parameter of the plan.
 
     Attributes:
@@ -122,18 +122,19 @@ class WeightSet:
             norms = foreach_norm(torch.stack(norms).split([len(of_matrix) for of_matrix in parts]), 2)
         return torch.stack(norms).square_()
 
-    def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # `squares`: one fp64 number per matrix
+    def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:
         """Store the norms of weight matrices whose norms are still unknown, and queue a check for matrices of zeros.
-        Called before the weights are updated."""
+        Called before the weights are updated. `squares`: squared norm of each matrix, in fp64."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         # Of the ranks that share the weight matrices, only the first rank warns about matrices of zeros.
         if self._rank == self.ranks[0]:
             watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
-    def finish(self, squares: Tensor, work: Work) -> None:  # `squares`: one fp64 number per matrix
+    def finish(self, squares: Tensor, work: Work) -> None:
         """Multiply each weight matrix by the factor that the variant's stage computes from the matrix's new norm and
-        its stored norm. Called after the weights have been updated."""
+        its stored norm. Called after the weights have been updated. `squares`: squared norm of each matrix, in
+        fp64."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)

@@ -431,7 +431,7 @@ def _apply_like_torch_(
     param: Tensor,  # view of a tile's weights, updated in place; its elements have the same order as those of `patch`
     update: Tensor,  # orthogonalized update in bf16, with as many elements as `param`
     lr: float | Tensor,  # learning rate; a tensor must have one element
-    scale: float,  # factor by which `lr` is multiplied, computed from the shape of the whole matrix
+    scale: float,  # factor by which `lr` is multiplied (computed from the shape of the whole matrix)
     patch: Patch,
     shape: tuple[int, int],  # (rows, cols) of the whole matrix
     *,

@@ -107,7 +107,7 @@ class Proposal(Work):
                 f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
                 "ranks; else call optimizer.prepare() on every rank"
             )
-        for said in lines:  # `said` contains the lines of all ranks about one parameter
+        for said in lines:  # `said` contains one line about the same parameter from each rank
             (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
             if len(set(gradients)) > 1:
                 have = {
