@@ -199,7 +199,8 @@ class StepAudit:
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
-        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decodes 8-bit momentum
+        # `keeper.values` decodes 8-bit momentum.
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)
         yield "gradient", layout, self._proposal.grads[number]  # Gradients have the same layouts as their parameters.
         stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):

@@ -402,8 +402,8 @@ def _wrapped(
         # Megatron's fp32 main weights have requires_grad=False, so `Muon` would treat them as frozen.
         param.requires_grad_(True)
         if tp_group is None:
-            # Megatron's layers set this attribute to True even without tensor parallelism, so the parameter would be
-            # mistaken for a shard.
+            # Megatron's layers set `tensor_model_parallel` to True even without tensor parallelism, so `Muon` would
+            # mistake the parameter for a shard.
             param.tensor_model_parallel = False
     return wrapped
 
