@@ -148,7 +148,8 @@ class _Evidence:
             for at in (0, 1)
         )
         for key, norm in arithmetic.norms(self.before["weights"]).items():
-            if not self.before[key]:  # If the stored norm is missing or 0, the step uses the norm of the weights.
+            # If no norm of the weights has been stored, or the stored norm is 0, the step uses the current norm.
+            if not self.before[key]:
                 self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault")
@@ -164,13 +165,13 @@ class _Evidence:
         self.findings.append(Finding.of(name, self.row.name, found, allowed))
 
     def check(self, number: float, allowed: float, name: str, found: str) -> None:
-        """Record a fault if `number` exceeds `allowed` or is NaN."""
+        """Record a fault if `number`, the size of a difference, exceeds `allowed` or is NaN."""
         if not number <= allowed:
             self.say(name, found, f"{allowed:.1e}")
 
     def suspect(self, name: str, found: str, allowed: float) -> None:
-        """Record that the update, or the norm of the weights after the update, differs from the dense result.
-        `find_cause` later determines the cause."""
+        """Record that the update, or the norm of the weights after the update, differs from that of the dense reference
+        step. `find_cause` later determines the cause."""
         text = f"{allowed:.1e} ({self.row.arithmetic}, this matrix shaken)"
         self.wrong.append(Finding.of(name, self.row.name, found, text))
 
@@ -324,8 +325,8 @@ class _Evidence:
         """
         measure, allowed = self.spread(_ALL)
         # An update that is far too short differs from the dense update by nearly the whole dense update. The short
-        # update is small compared with this difference, so any guess with a short update would seem to explain it. For
-        # this reason, `whole` is the size of the difference or of the update, whichever is smaller.
+        # update is small compared with this difference, so any simulated fault with a short update would seem to
+        # explain it. For this reason, `whole` is the size of the difference or of the update, whichever is smaller.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
         # A guess (a simulated fault) is accepted only if it leaves less than `least` of the wrong update unexplained.
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
@@ -446,8 +447,8 @@ def _judge_prepared(e: _Evidence) -> None:
 
 
 def _judge_dense(e: _Evidence) -> None:
-    """Compare the dense result with exact arithmetic, unless rounding alone could explain even a completely wrong
-    result."""
+    """Compare the orthogonalizer's result for the whole matrix with the result in exact arithmetic, unless rounding
+    alone could explain even a completely wrong result."""
     found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
     if allowed <= _BLIND:
         e.check(
@@ -479,7 +480,7 @@ def _judge_numbers(e: _Evidence) -> None:
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
-        # Allow for the fp32 rounding of a mean of squares and of its running average, or of a norm.
+        # `allowed` covers the fp32 rounding of the stored value: a norm, or a running average of means of squares.
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
             runs = e.shaken(e.reordered, _ALL)

@@ -194,8 +194,9 @@ class StepAudit:
     # ---------------------------------------------------------------------------------------- what this rank stores
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
-        """Yield each quantity of a parameter as (name, layout, part that this rank stores, or None if absent). The
-        names are "weights", "momentum", "gradient", and the key of each stage of a variant that stores values."""
+        """Yield, for each quantity of a parameter, its name, its layout and the part that this rank stores (None if the
+        part is absent). The names are "weights", "momentum", "gradient", and the key of each stage of a variant that
+        stores values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)

@@ -288,7 +288,7 @@ class Reference:
         x = (matrix.T if self.tall else matrix).to(torch.float64)
         tiny = torch.finfo(torch.float64).tiny
         peak = x.abs().amax().clamp(min=tiny)
-        x = x / peak  # Without this division, squares of tiny or huge elements could underflow or overflow.
+        x = x / peak  # Without the division by `peak`, squares of tiny or huge elements could underflow or overflow.
         least = TORCH_EPS / peak if method == "torch" else torch.zeros_like(peak)
         x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
         values, self.vectors = torch.linalg.eigh(x @ x.T)

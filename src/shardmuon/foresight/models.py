@@ -99,7 +99,7 @@ def _from_config(text: str) -> nn.Module:
     kind = getattr(given, names[0], None) if names else None
     with torch.device("meta"):
         model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    if hasattr(model, "tie_weights"):  # On the meta device, transformers does not tie weights automatically.
+    if hasattr(model, "tie_weights"):  # Tie weights explicitly, because transformers does not on the meta device.
         model.tie_weights()
     assert isinstance(model, nn.Module)
     return model

@@ -137,7 +137,7 @@ class _Flat(Core):
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
-        """Dict from parameter name to the state of this rank's part of the parameter."""
+        """Dict from parameter name to the optimizer state of this rank's part of the parameter."""
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
@@ -761,7 +761,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         zero3.checkpoint_event_prologue()
         zero3.load_state_dict([saved] * num_ranks())  # Load this rank's optimizer state, and read the swap files again.
         zero3.checkpoint_event_epilogue()
-        # Without this assignment, `_refuse_loaded` would raise an error in the next step.
+        # If `loaded_checkpoint_dp_world_size` were not None, `_refuse_loaded` would raise an error in the next step.
         engine.loaded_checkpoint_dp_world_size = None
     return found
 

@@ -164,9 +164,9 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 
 def _uncounted(param: Any) -> str | None:
-    """Explain, for an error message, that a gradient norm over all ranks would count the parameter several times. This
-    is the case if the parameter's mesh lacks some of the ranks that store the parameter. Return None if the mesh
-    contains all of these ranks."""
+    """Explain, for an error message, why a gradient norm over all ranks would count the parameter several times: the
+    parameter's mesh lacks some of the ranks that store the parameter. Return None if the mesh contains all of these
+    ranks."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None

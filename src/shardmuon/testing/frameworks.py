@@ -48,7 +48,7 @@ class _GivenGradients(nn.Module):
 
 
 class _Inner(_GivenGradients):
-    """An inner module that FSDP1 wraps as a unit of its own."""
+    """A submodule that FSDP1 wraps as a separate unit."""
 
 
 @contextmanager
@@ -75,7 +75,7 @@ class Run:
     steps: torch.dtype | None = None
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Select the parts of the reference's whole tensors that are compared with this run. By default, select all."""
+        """Select the parts of the reference's whole tensors to compare with this run; by default, all of them."""
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:

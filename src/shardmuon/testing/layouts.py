@@ -95,8 +95,8 @@ class _LayoutCase:
         """Move full tensors to the device type of new meshes, shard the tensors, and return this rank's shards. All
         ranks of the default group must call this method."""
         tensors = {name: t.to(_KIND[-1]) for name, t in tensors.items()}
-        # Reuse an earlier result if possible (see [Note: cut once]). This is not possible for tensors of mixed dtypes,
-        # because a framework can shard each dtype in a separate buffer.
+        # Reuse an earlier result of the layout's builder if possible (see [Note: cut once]). This is not possible for
+        # tensors of mixed dtypes, because a framework can shard each dtype in a separate buffer.
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
         if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
             return self.builder(tensors, shape)
