@@ -139,8 +139,8 @@ def _core(module: str) -> Any:
 
 
 def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
-    """Raise ValueError if the configs of Megatron's optimizer and model chunks contradict each other, or if a setting or
-    an option of `Muon` is not supported."""
+    """Raise ValueError if the configs of Megatron's optimizer and model chunks contradict each other, or if a setting
+    or an option of `Muon` is not supported."""
     if getattr(config, "use_layer_wise_distributed_optimizer", False):
         raise ValueError(
             "use_layer_wise_distributed_optimizer gives whole matrices to ranks, which shardmuon does itself. Set it "
