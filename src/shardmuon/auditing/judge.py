@@ -72,7 +72,9 @@ _FIRST, _ALL = 2, 16  # number of perturbed runs: 2 at first, and 16 in total be
 _TIMES = 3.0  # ratio of the allowed difference to the largest difference that perturbations cause
 # If the allowed relative difference exceeds this limit, a correct update cannot be distinguished from a wrong one.
 _BLIND = 0.5
-_SLACK = 0.2  # Tolerance for singular values, which rounding changes. The smallest singular values increase most.
+# Amount by which the singular values of an update may lie outside the range that the reference predicts, because
+# rounding changes singular values and increases the smallest ones most.
+_SLACK = 0.2
 _FEW = 4  # number of elements that a perturbed run moves by one spacing, to imitate a different order of summation
 # Maximum number of fp32 spacings by which a perturbed run scales all elements. With a maximum of 4, many runs would be
 # rounded identically.
@@ -85,8 +87,8 @@ _OWN = 1e-9
 # this number.
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2
 _EPS = torch.finfo(torch.float32).eps
-# Number of values that are rounded: a norm, its stored value, the factor computed from the norm, and the product of the
-# factor and an element.
+# Number of roundings when a variant's stage scales a matrix by a norm. The norm, the stored norm, the factor computed
+# from the norm, and the product of the factor and an element are rounded.
 _ROUNDINGS = 4
 _Guess = tuple[str, str, Tensor]
 
@@ -146,7 +148,8 @@ class _Evidence:
             for at in (0, 1)
         )
         for key, norm in arithmetic.norms(self.before["weights"]).items():
-            if not self.before[key]:  # If the stored norm is missing or 0, the step uses the norm of the weights.
+            # If no norm of the weights has been stored, or the stored norm is 0, the step uses the current norm.
+            if not self.before[key]:
                 self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault")
@@ -162,13 +165,13 @@ class _Evidence:
         self.findings.append(Finding.of(name, self.row.name, found, allowed))
 
     def check(self, number: float, allowed: float, name: str, found: str) -> None:
-        """Record a fault if `number` exceeds `allowed` or is NaN."""
+        """Record a fault if `number`, the size of a difference, exceeds `allowed` or is NaN."""
         if not number <= allowed:
             self.say(name, found, f"{allowed:.1e}")
 
     def suspect(self, name: str, found: str, allowed: float) -> None:
-        """Record that the update, or the norm of the weights after the update, differs from the dense result.
-        `find_cause` later determines the cause."""
+        """Record that the update, or the norm of the weights after the update, differs from that of the dense reference
+        step. `find_cause` later determines the cause."""
         text = f"{allowed:.1e} ({self.row.arithmetic}, this matrix shaken)"
         self.wrong.append(Finding.of(name, self.row.name, found, text))
 
@@ -322,19 +325,20 @@ class _Evidence:
         """
         measure, allowed = self.spread(_ALL)
         # An update that is far too short differs from the dense update by nearly the whole dense update. The short
-        # update is small compared with this difference, so any guess with a short update would seem to explain it. For
-        # this reason, `whole` is the size of the difference or of the update, whichever is smaller.
+        # update is small compared with this difference, so any simulated fault with a short update would seem to
+        # explain it. For this reason, `whole` is the size of the difference or of the update, whichever is smaller.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        # A guess is accepted only if it leaves less than `least` of the wrong update unexplained.
+        # A guess (a simulated fault) is accepted only if it leaves less than `least` of the wrong update unexplained.
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
-        # If the norm of the weights is wrong, a guess must also explain at least half of the error in the norm.
+        # If the norm of the weights is wrong, a simulated fault must also explain at least half of the norm's error.
         most = 0.5 * (self.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
         frozen = "frozen", "no weight changed, with a gradient and a learning rate", self.before["weights"]
         of_results = itertools.chain(_of_lengths(self), _of_blocks(self), _of_others(self, others))
         stepped = ((guess, text, self.stepped(result, self.step.factor).after) for guess, text, result in of_results)
         for guess, text, after in itertools.chain([frozen], _of_stages(self), stepped):
-            # Unexplained parts below 3% count as 3%, so that the first guess that leaves less than 3% unexplained wins.
+            # If several simulated faults leave less than 3% of the wrong update unexplained, the first of them wins,
+            # because all parts below 3% count as 3%.
             left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)
             if left < least and (after.norm() - norm).abs() <= most:
                 least, name, found = left, guess, text
@@ -432,7 +436,7 @@ def _judge_prepared(e: _Evidence) -> None:
     stages."""
     _, exact, _ = e.arithmetic.staged(BeforeStage, e.given.double(), {})
     difference = relative_error(e.fed, exact)
-    # Each stage rounds twice: its factor, and the product of the factor and an element.
+    # Each of the variant's stages rounds twice: it rounds its factor and the product of the factor and an element.
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
     e.check(
         difference,
@@ -443,8 +447,8 @@ def _judge_prepared(e: _Evidence) -> None:
 
 
 def _judge_dense(e: _Evidence) -> None:
-    """Compare the dense result with exact arithmetic, unless rounding alone could explain even a completely wrong
-    result."""
+    """Compare the orthogonalizer's result for the whole matrix with the result in exact arithmetic, unless rounding
+    alone could explain even a completely wrong result."""
     found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
     if allowed <= _BLIND:
         e.check(
@@ -457,8 +461,9 @@ def _judge_dense(e: _Evidence) -> None:
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
-    """Return the measured and the allowed difference. To save time, do all perturbed runs only if the first few runs do
-    not explain the difference."""
+    """Measure a difference between two results, and use perturbed runs to find the largest difference that rounding can
+    explain. To save time, do all perturbed runs only if the first few do not explain the difference. Return the
+    measured and the allowed difference."""
     found = allowed = 0.0
     for count in (_FIRST, _ALL):
         measure, allowed = spread(count)
@@ -475,7 +480,7 @@ def _judge_numbers(e: _Evidence) -> None:
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
-        # Allow for the fp32 rounding of a mean of squares and of its running average, or of a norm.
+        # `allowed` covers the fp32 rounding of the stored value: a norm, or a running average of means of squares.
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
             runs = e.shaken(e.reordered, _ALL)

@@ -194,12 +194,14 @@ class StepAudit:
     # ---------------------------------------------------------------------------------------- what this rank stores
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
-        """Yield each quantity of a parameter as (name, layout, part that this rank stores, or None if absent). The
-        names are "weights", "momentum", "gradient", and the key of each stage of a variant that stores values."""
+        """Yield, for each quantity of a parameter, its name, its layout and the part that this rank stores (None if the
+        part is absent). The names are "weights", "momentum", "gradient", and the key of each stage of a variant that
+        stores values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
-        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decodes 8-bit momentum
+        # `keeper.values` decodes 8-bit momentum.
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)
         yield "gradient", layout, self._proposal.grads[number]  # Gradients have the same layouts as their parameters.
         stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):

@@ -144,10 +144,10 @@ class Arithmetic:
 
     def staged(
         self,
-        place: type[Stage],  # one of BeforeStage, AfterStage and WeightStage
+        place: type[Stage],  # class of the stages to apply: BeforeStage, AfterStage or WeightStage
         matrix: Tensor,  # (rows, cols)
         kept: _Kept,
-        without: Stage | None = None,  # stage to skip; None to run all stages
+        without: Stage | None = None,  # stage of the variant to skip; None to run all its stages
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Apply the formulas of all the variant's stages that run at one place in the step.
 
@@ -168,8 +168,8 @@ class Arithmetic:
         return factor, matrix, kept
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
-        """Compute the value that each stage that runs on weights stores in its first step: the norm of the given
-        weights. Return a dict from stage key to a (1,) fp64 tensor."""
+        """Compute the norm of the given weights, which the variant's stages on weights store in their first step.
+        Return a dict from the key of each such stage to the norm, a (1,) fp64 tensor."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
     def weights_after(
@@ -269,7 +269,7 @@ class Reference:
     """Result of all Newton-Schulz steps on one whole (unsharded) matrix, in exact arithmetic.
 
     Args:
-        matrix: (rows, cols), finite.
+        matrix: (rows, cols) matrix of finite elements.
         coefficients: Coefficients (a, b, c) of each Newton-Schulz step.
         method: Orthogonalization method. Only the method "torch" makes a difference, because it divides the matrix by
             TORCH_EPS if the norm is smaller than TORCH_EPS.
@@ -288,7 +288,7 @@ class Reference:
         x = (matrix.T if self.tall else matrix).to(torch.float64)
         tiny = torch.finfo(torch.float64).tiny
         peak = x.abs().amax().clamp(min=tiny)
-        x = x / peak  # Without this division, squares of tiny or huge elements could underflow or overflow.
+        x = x / peak  # Without the division by `peak`, squares of tiny or huge elements could underflow or overflow.
         least = TORCH_EPS / peak if method == "torch" else torch.zeros_like(peak)
         x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
         values, self.vectors = torch.linalg.eigh(x @ x.T)
@@ -313,4 +313,5 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     if torch.equal(found, expected):
         return 0.0
     exact = expected.double()
-    return float((found.double() - exact).norm() / exact.norm())  # infinite if only `expected` is zero
+    # The relative error is infinite if `expected` is zero, because `found` then differs from zero.
+    return float((found.double() - exact).norm() / exact.norm())

@@ -49,9 +49,9 @@ _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 # not batch matrices. The launch time is a lower bound on the time that small matrices take.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
-# Meaning and unit of each number in a hardware file. A key is the name of a number, or the first words that the names
-# of several related numbers have in common. Parentheses after a table's unit name the size by which the table is
-# indexed.
+# Dict with the meaning and unit of each number in a hardware file. A key is either the name of a number or the common
+# first words in the names of several related numbers. Parentheses after a table's unit name the size by which the table
+# is indexed.
 _NUMBERS = {
     "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
@@ -88,9 +88,10 @@ _OPTIONAL = {
 _FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
-_Row = tuple[float, float, float, float]  # row of a table: (size, least value, middle value, largest value)
-# Array of shape (3,) with the least, middle and largest value of a number, or the best, middle and worst value of an
-# estimate.
+# row of a table in a hardware file: (size, least value, middle value, largest value)
+_Row = tuple[float, float, float, float]
+# Array of shape (3,) with the least, middle and largest value of a number in a hardware file, or with the best, middle
+# and worst value of an estimate.
 _Ends = NDArray[np.float64]
 
 
@@ -218,7 +219,7 @@ class Hardware:
         products.
 
         Args:
-            how: A `Choice` as a string.
+            how: A `Choice` as a string, which contains the orthogonalization method.
             dtype: Name of the dtype, such as "bfloat16".
 
         Returns:
@@ -374,8 +375,8 @@ def _parse(data: Any, where: str) -> Hardware:
     numbers = {}
     for (name, kind), found in zip(kinds.items(), given.values(), strict=True):
         try:
-            # Beyond the last size, values in "all-to-all" and "ranks at once" tables grow in proportion to the size,
-            # and values in all other tables stay constant.
+            # Beyond the last size in a hardware file's table, values in "all-to-all" and "ranks at once" tables grow in
+            # proportion to the size, and values in all other tables stay constant.
             numbers[name] = _known(found, 1.0 if kind in ("all-to-all", "ranks at once") else 0.0)
         except (KeyError, TypeError, ValueError) as wrong:
             raise ValueError(f"{where}: {name}: {'lacks ' * isinstance(wrong, KeyError)}{wrong}") from wrong
@@ -383,8 +384,8 @@ def _parse(data: Any, where: str) -> Hardware:
 
 
 def _known(data: Any, slope: float) -> _Known:
-    """Parse one number or table in a hardware file, written as a value, the two ends of an interval, the rows of a
-    table, or a dict from aspect ratio to rows. `slope` becomes the attribute of the result."""
+    """Parse one entry of a hardware file, which is a single value, the two ends of an interval, the rows of a table, or
+    a dict from aspect ratio to the rows of a table. `slope` is stored in the result."""
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
     ends = (data["value" if "value" in data else end] for end in ("low", "high"))

@@ -43,7 +43,7 @@ from shardmuon.variants import Stage
 
 _AXES = ("dp", "shard", "tp", "ep", "pp")
 _MOST_RANKS = 10_240
-_Ranges = tuple[tuple[int, int], ...]  # range [start, stop) of a flattened parameter's elements, for each rank
+_Ranges = tuple[tuple[int, int], ...]  # for each rank, the range [start, stop) of a flattened parameter that it stores
 
 
 # ----------------------------------------------------------------------------------------------------------- the mesh
@@ -152,7 +152,7 @@ _COLUMN = re.compile(
     r"|output|output_layer|wte|embedding"
 )
 _ROW = re.compile(r"o_proj|down_proj|wo|w2|c_proj|fc2|out_proj|linear_proj|linear_fc2|dense_4h_to_h")
-_AFTER = 1 << 30  # value of `_Param.layer` for parameters that come after all layers
+_AFTER = 1 << 30  # value of `_Param.layer` for parameters after all layers, such as an output projection
 
 
 @dataclass(frozen=True)
@@ -262,9 +262,9 @@ class _Unit(NamedTuple):
     Attributes:
         ranks: Ranks that store the parameters.
         placed: The parameters, with their layouts.
-        stepped: With ZeRO, the number of elements in the part of the flat buffer that each rank updates, including
-            padding; every rank stores the weights of the whole buffer. Without a flat buffer, 0: each rank stores and
-            updates only its shards.
+        stepped: With ZeRO, the number of elements, including padding, in the part of the flat buffer that each rank
+            updates, although every rank stores the weights of the whole buffer. Without ZeRO, this number is 0, because
+            there is no flat buffer, and each rank updates exactly the shards that it stores.
         stage: Index of the pipeline stage. Stages with equal parameters share the index of the first such stage.
     """
 
@@ -665,12 +665,12 @@ class _Planned:
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
-        with warnings.catch_warnings():  # Hide these warnings, because the real job issues them, too.
+        with warnings.catch_warnings():  # Hide the warnings of `Muon`, because the real job issues them, too.
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
-        # dict from (index of the group, layout) to the plan's description (`Spec`) of a parameter
+        # dict from (index of the optimizer group, layout) to a `Spec`, the plan's description of a parameter
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}
 
     def spec_of(self, placed: _Placed) -> Spec:

@@ -46,7 +46,7 @@ def load_model(model: str | nn.Module, meta: bool = True) -> tuple[str, str, nn.
         if the model has experts and is not a preset.
 
     Raises:
-        ValueError: `model` is none of these, or the shapes cannot be determined from it.
+        ValueError: `model` is not of one of the four kinds above, or the shapes cannot be determined from it.
     """
     if isinstance(model, nn.Module):
         return type(model).__name__, "the module given", model, _active_of(model)
@@ -99,7 +99,7 @@ def _from_config(text: str) -> nn.Module:
     kind = getattr(given, names[0], None) if names else None
     with torch.device("meta"):
         model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    if hasattr(model, "tie_weights"):  # On the meta device, transformers does not tie weights automatically.
+    if hasattr(model, "tie_weights"):  # Tie weights explicitly, because transformers does not on the meta device.
         model.tie_weights()
     assert isinstance(model, nn.Module)
     return model
@@ -114,7 +114,9 @@ def _from_function(text: str, meta: bool) -> nn.Module:
     path = Path(module_name)
     is_file = path.suffix == ".py"
     folder = str(path.parent.resolve() if is_file else Path.cwd())
-    sys.path.insert(0, folder)  # Add the folder to the import path, as `python -m` does with the current folder.
+    # Make imports find modules in the folder of FILE.py or in the current folder, as `python FILE.py` and `python -m`
+    # do.
+    sys.path.insert(0, folder)
     try:
         found: Any = pkgutil.resolve_name(f"{path.stem if is_file else module_name}:{name}")
     finally:
@@ -133,14 +135,15 @@ _Make = Callable[[Ints], nn.Module]  # function that creates a module, given the
 
 @cache
 def _type(name: str) -> type[nn.Module]:
-    """Create a module class with the given name, because the routing of parameters recognizes some modules by their
-    class name."""
+    """Create a module class with the given name. The routing of parameters to Muon or AdamW recognizes some modules by
+    their class name."""
     return type(name, (nn.Module,), {})
 
 
 def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
-    """Create a module of class `kind` without parameters, and set the attributes in `numbers`, which the routing of
-    parameters reads. The `__init__` of the class is not called, because it would create and initialize parameters."""
+    """Create a module of class `kind` without parameters, and set the attributes in `numbers`, which are read when
+    parameters are routed to Muon or AdamW. The `__init__` of the class is not called, because it would create and
+    initialize parameters."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.__dict__.update(numbers)
@@ -185,9 +188,9 @@ def _leaf(name: str, shape: Ints) -> nn.Module:
 
 # Default sizes of a decoder-only model. Most names are the same as in Hugging Face's configurations.
 _DECODER: Mapping[str, Any] = {
-    "num_key_value_heads": 0,  # 0 selects num_attention_heads
-    "head_dim": 0,  # 0 selects hidden_size / num_attention_heads
-    "intermediate_size": 0,  # size of dense feed-forward layers; 0 selects 4 * hidden_size
+    "num_key_value_heads": 0,  # number of key and value heads; 0 selects num_attention_heads
+    "head_dim": 0,  # size of an attention head; 0 selects hidden_size / num_attention_heads
+    "intermediate_size": 0,  # inner size of dense feed-forward layers; 0 selects 4 * hidden_size
     "tie_word_embeddings": False,
     # True adds biases to the projections q, k and v; "all" also adds a bias to the projection o
     "attention_bias": False,
@@ -279,8 +282,8 @@ _LAST = (
 
 
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
-    """Return the values of the dims and conditions that occur in `_FIRST`, `_LAYER` and `_LAST`. A condition is true
-    if its value is not 0.
+    """Return a dict with the values of the dims and conditions in the parameter tables `_FIRST`, `_LAYER` and `_LAST`.
+    A condition is true if its value is not 0.
 
     Args:
         c: Sizes of the model, as attributes with the same names as the keys of `_DECODER` and of `build`'s argument.

@@ -45,8 +45,8 @@ _EXCHANGES = ("gather", "scatter", "relay")
 # dict from uncertain factor to the value that a simulation uses: 0 for the best value, 1 for the middle, 2 for the
 # worst
 _Pick = Mapping[str, int]
-_Ends = NDArray[np.float64]  # shape (3,): best, middle and worst value
-_Seconds = dict[str, _Ends]  # dict from uncertain factor to the seconds that depend on the factor
+_Ends = NDArray[np.float64]  # array of shape (3,) with the best, middle and worst value of an estimate
+_Seconds = dict[str, _Ends]  # dict from uncertain factor to the part of a time that depends on the factor, in seconds
 _Key = tuple[object, ...]  # identifier of a bucket, equal on all ranks that exchange the bucket's matrices
 
 
@@ -160,8 +160,8 @@ class Price:
     Attributes:
         step: Seconds that `optimizer.step()` takes on the slowest rank.
         rank: The slowest rank; the lowest one if several ranks are equally slow.
-        parts: Seconds that the slowest rank spends on each activity: matrix products, memory passes, AdamW, host work,
-            the vote, and waiting for exchanges.
+        parts: Seconds that the slowest rank spends on each activity: matrix products, memory passes, AdamW, work on the
+            host CPU, the ranks' vote before the step, and waiting for exchanges.
         timeline: Events on the slowest rank, with every uncertain factor at its middle value.
         reasons: Causes of the width of the interval `step`, largest first, as (factor, description, share of the
             width). A factor's share is the part of the width that this factor alone causes.
@@ -373,7 +373,7 @@ class _Pricer:
             }
 
         fill, momentum = passed("pack", bucket.held - foreign - idle), passed("momentum", idle)
-        # bytes copied between exchange buffers and batches
+        # bytes copied between exchange buffers and batches of matrices
         copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes
         products = sum((rates.product(*m) for m in bucket.matrices), np.zeros(3))
         phases: dict[str, _Seconds] = {
@@ -406,7 +406,7 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            # Each of the n ranks in a group adds 1/n, so the sum is the number of groups.
+            # Each of the n ranks that exchange a bucket adds 1/n, so `members` counts the groups of such ranks.
             members[key] += rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
@@ -562,7 +562,8 @@ def _answers(report: Report) -> _Section:
 
 def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
-    need = largest.stored.total + largest.peak  # `need` is an upper bound, because `peak` is an upper bound.
+    # `need` is an upper bound on the memory, because `largest.peak`, the extra memory of a step, is an upper bound.
+    need = largest.stored.total + largest.peak
     never = "does not fit" if largest.stored.total > have else "may not fit"
     fits = never if need > have else "tight" if need > 0.9 * have else "fits"
     kept, more = _size(largest.stored.total), _size(largest.peak)

@@ -120,7 +120,7 @@ class _Flat(Core):
         group: Mapping[str, Any],
         named: Sequence[tuple[str, Tensor]],
         flat: Tensor,
-        zero3: Any,  # DeepSpeed's stage-3 optimizer, or None
+        zero3: Any,  # DeepSpeed's optimizer with ZeRO stage 3; None with other stages
     ) -> None:
         _refuse_swaps(flat, named, zero3)
         super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
@@ -137,7 +137,7 @@ class _Flat(Core):
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
-        """Dict from parameter name to the state of this rank's part of the parameter."""
+        """Dict from parameter name to the optimizer state of this rank's part of the parameter."""
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
@@ -190,7 +190,7 @@ class _DeepSpeedHost(Host):
         # dict from the id of a flat buffer's tensor to its `_Flat`, including flat buffers that AdamW updates
         self._flats: dict[int, _Flat] = {}
         self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
-        # dict from parameter name to the variant's loaded state, until `take` moves the state
+        # dict from parameter name to the variant's loaded state, until `_Flat.take` moves the state to a flat buffer
         self._carried: dict[str, dict[str, Tensor]] = {}
         self._num_stepped = 0  # number of flat buffers stepped so far in the current training step
 
@@ -266,9 +266,9 @@ class _DeepSpeedHost(Host):
             raise
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Correct the options of the saved groups, and put the variant's state, such as NorMuon's second moments, into
-        the first saved group. DeepSpeed cannot save the variant's state as optimizer state, because it requires state
-        tensors that are as long as a flat buffer."""
+        """Save each group with its own options, which DeepSpeed may have replaced with those of another group. Put the
+        variant's state, such as NorMuon's second moments, into the first saved group. DeepSpeed cannot save the
+        variant's state as optimizer state, because it requires state tensors that are as long as a flat buffer."""
         if self.is_active:
             self._restore_options(core)
             pairs = zip(core.param_groups, saved["param_groups"], strict=True)
@@ -276,8 +276,8 @@ class _DeepSpeedHost(Host):
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # Put the state of all groups into the first group, because ZeRO stage 3 loads only the first group of a
-            # universal checkpoint.
+            # Put the variant's state for the matrices of all groups into the first group, because ZeRO stage 3 loads
+            # only the first group of a universal checkpoint.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries
@@ -327,7 +327,8 @@ class _DeepSpeedHost(Host):
         """Handle one of the calls of `step()` that DeepSpeed makes in a training step. The call steps the groups that
         DeepSpeed has put into `core.param_groups`."""
         try:
-            # This condition is true in the first call of a training step (see [Note: one vote before the first call]).
+            # At the first call of `step()` in a training step, either no flat buffer has been stepped, or the previous
+            # training step has stepped all of them (see [Note: one vote before the first call]).
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
@@ -358,7 +359,8 @@ class _DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            if not known.swapped:  # `_step_flats` creates the state of swapped flat buffers later.
+            # `_step_flats` creates the state of swapped flat buffers, because they are not in memory yet.
+            if not known.swapped:
                 self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
@@ -470,7 +472,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list
     Args:
         flat: Tensor that DeepSpeed put into a group of the optimizer.
         params: Model parameters that the group contained originally.
-        zero3: DeepSpeed's stage-3 optimizer, or None.
+        zero3: DeepSpeed's optimizer with ZeRO stage 3; None with other stages.
 
     Returns:
         A tuple of two items: this rank's slices of all trainable parameters in the group or sub-group of the flat
@@ -548,8 +550,8 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    # With other values of these options, DeepSpeed does not partition parameters as the code below assumes, or steps
-    # parts of them with its own Adam.
+    # With hpZ, partial offload or ZenFlow, DeepSpeed partitions parameters in a different way than the code below
+    # assumes, or steps parts of them with its own Adam.
     for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
         found = getattr(zero3, name, allowed)
         if found != allowed:
@@ -580,7 +582,8 @@ def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
     weights. Return False if the two cannot be compared, because the flat buffer or the model's weights are not in
     memory."""
     param: Any = part.param
-    if hasattr(param, "ds_tensor"):  # ZeRO stage 3 stores only this rank's part, with padding.
+    # With ZeRO stage 3, the model stores only this rank's part of the parameter, with padding.
+    if hasattr(param, "ds_tensor"):
         if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
             return False
         own = param.ds_tensor.detach().view(-1)[: part.numel]
@@ -644,8 +647,8 @@ def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
 
 
 class _DeepSpeedEngine(Engine):
-    """Engine that raises an error for model parameters that ZeRO stage 3 has partitioned, because only DeepSpeed's
-    optimizer can step such parameters."""
+    """Adapter that recognizes model parameters that ZeRO stage 3 has partitioned, and raises an error for them, because
+    only DeepSpeed's optimizer can step such parameters."""
 
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "ds_shape")
@@ -692,7 +695,7 @@ def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], zero3: Any) ->
     Args:
         flat: Partition that DeepSpeed steps.
         named: (name, parameter) pairs of the flat buffer's optimizer group.
-        zero3: DeepSpeed's stage-3 optimizer, or None.
+        zero3: DeepSpeed's optimizer with ZeRO stage 3; None with other stages.
     """
     if not _swapped_numel(flat, zero3):
         return
@@ -714,8 +717,7 @@ def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], zero3: Any) ->
 
 def _refuse_loaded(step: FrameType | None) -> None:
     """Raise ValueError if a checkpoint was loaded with `engine.load_checkpoint` instead of this module's
-    `load_checkpoint`, which can be seen from the engine's attribute `loaded_checkpoint_dp_world_size`: it is then not
-    None.
+    `load_checkpoint`. In this case, the engine's attribute `loaded_checkpoint_dp_world_size` is not None.
 
     Args:
         step: Stack frame of the engine's method that calls `step()`; None if there is no such frame.
@@ -759,7 +761,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         zero3.checkpoint_event_prologue()
         zero3.load_state_dict([saved] * num_ranks())  # Load this rank's optimizer state, and read the swap files again.
         zero3.checkpoint_event_epilogue()
-        # Without this assignment, `_refuse_loaded` would raise an error in the next step.
+        # If `loaded_checkpoint_dp_world_size` were not None, `_refuse_loaded` would raise an error in the next step.
         engine.loaded_checkpoint_dp_world_size = None
     return found
 

@@ -139,7 +139,8 @@ def _core(module: str) -> Any:
 
 
 def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
-    """Raise ValueError if the configuration contradicts itself or is not supported."""
+    """Raise ValueError if the configs of Megatron's optimizer and model chunks contradict each other, or if a setting
+    or an option of `Muon` is not supported."""
     if getattr(config, "use_layer_wise_distributed_optimizer", False):
         raise ValueError(
             "use_layer_wise_distributed_optimizer gives whole matrices to ranks, which shardmuon does itself. Set it "
@@ -316,7 +317,7 @@ def _routed(
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
             for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
-                with about(name):  # `_flat_shard` raises ValueError for invalid tensor-parallel attributes.
+                with about(name):  # `_flat_shard` raises ValueError if tensor-parallel attributes of `p` are invalid.
                     _flat_shard(p, 0, None, _tp(groups, expert))
     return out
 
@@ -402,8 +403,8 @@ def _wrapped(
         # Megatron's fp32 main weights have requires_grad=False, so `Muon` would treat them as frozen.
         param.requires_grad_(True)
         if tp_group is None:
-            # Megatron's layers set this attribute to True even without tensor parallelism, so the parameter would be
-            # mistaken for a shard.
+            # Megatron's layers set `tensor_model_parallel` to True even without tensor parallelism, so `Muon` would
+            # mistake the parameter for a shard.
             param.tensor_model_parallel = False
     return wrapped
 
@@ -599,7 +600,7 @@ def _optimizer_class(base: type) -> type:
 def _distributed_optimizer(
     base: type,  # Megatron's class DistributedOptimizer
     muon: Muon,
-    *args: Any,  # further positional arguments of `base`, up to init_state_fn
+    *args: Any,  # further positional arguments of Megatron's class, up to init_state_fn
     process_group: Any,
     tp_group: Any,
     **kwargs: Any,

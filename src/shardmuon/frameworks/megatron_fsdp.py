@@ -1,4 +1,4 @@
-"""Megatron-FSDP: an engine for its parameters, which are DTensors whose placements do not describe what they store.
+"""Megatron-FSDP: an adapter (engine) for its parameters. They are DTensors whose placements do not describe their data.
 
 Megatron-FSDP's experimental version 2 is not supported. Every private attribute of Megatron-FSDP that shardmuon reads
 is in this file. The package itself is never imported.
@@ -40,8 +40,8 @@ _PACKAGES = ("megatron_fsdp", "megatron")
 
 
 class _MegatronFSDPEngine(DTensorEngine):
-    """Engine for Megatron-FSDP's parameters. It finds the position of the local tensor in a parameter from the
-    parameter's attributes instead of its placements (see [Note: Megatron-FSDP's storage])."""
+    """Adapter that reads the layouts of Megatron-FSDP's parameters. It finds the position of the local tensor in a
+    parameter from the parameter's attributes instead of its placements (see [Note: Megatron-FSDP's storage])."""
 
     believes_placements = False
 
@@ -89,8 +89,8 @@ register(_ENGINE)
 
 
 class _MegatronFSDPCopy(Engine):
-    """Engine that raises an error for two kinds of parameters: the unsharded copies that Megatron-FSDP uses in the
-    forward and backward pass, and the parameters of Megatron-FSDP's version 2."""
+    """Adapter that recognizes two kinds of parameters and raises an error for them: the unsharded copies that
+    Megatron-FSDP uses in the forward and backward pass, and the parameters of Megatron-FSDP's version 2."""
 
     def recognizes(self, param: Tensor) -> bool:
         own = param.__dict__
@@ -164,9 +164,9 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 
 def _uncounted(param: Any) -> str | None:
-    """If the parameter's mesh lacks some of the ranks that store the parameter, return an explanation for an error
-    message, because a gradient norm over all ranks would count the parameter several times. Return None if the mesh
-    contains all of these ranks."""
+    """Explain, for an error message, why a gradient norm over all ranks would count the parameter several times: the
+    parameter's mesh lacks some of the ranks that store the parameter. Return None if the mesh contains all of these
+    ranks."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None
@@ -204,7 +204,9 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
     storage.__create_write_items__ = write_items  # type: ignore[attr-defined]
 
 
-def _no_items(fqn: str, tensor: Any) -> list[Any]:  # a function of the module, so that the tensor can be pickled
+# `_no_items` is defined at the top level of the module, so that a tensor can be pickled if it has this function as an
+# attribute.
+def _no_items(fqn: str, tensor: Any) -> list[Any]:
     return []
 
 

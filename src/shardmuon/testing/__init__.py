@@ -1,4 +1,4 @@
-"""Tools for testing shardmuon, and code that uses shardmuon, on processes that start once and serve many calls."""
+"""Tools for testing shardmuon, or code that uses shardmuon, in processes that start once and run many functions."""
 
 from __future__ import annotations
 

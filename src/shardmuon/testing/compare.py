@@ -94,7 +94,7 @@ def _compare(
     **options: Any,
 ) -> Comparison:
     """Step a sharded model and a reference model. Compare the weights after every step, and the optimizer state after
-    the last step. The states of the reference model are cached, because layouts of the same kind can share them.
+    the last step. The states of the reference model are cached, because they are the same for different layouts.
 
     Args:
         layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
@@ -149,7 +149,7 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
             decayed = before[name].double() * decay
             one, other = ((decayed - after.double()) / lr for after in (found, expected[name]))
             difference = relative_error(one, other)
-            if difference > worst or math.isnan(difference):  # treat NaN as larger than any difference
+            if difference > worst or math.isnan(difference):  # treat NaN as the largest difference
                 worst, where = difference, name
     bitwise &= run.keeps(state)
     # Conversion to fp64 is exact for momentum of every dtype.

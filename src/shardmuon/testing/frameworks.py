@@ -48,7 +48,7 @@ class _GivenGradients(nn.Module):
 
 
 class _Inner(_GivenGradients):
-    """An inner module that FSDP1 wraps as a unit of its own."""
+    """A submodule that FSDP1 wraps as a separate unit."""
 
 
 @contextmanager
@@ -75,7 +75,7 @@ class Run:
     steps: torch.dtype | None = None
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Select the parts of whole tensors for which this run returns weights and momentum."""
+        """Select the parts of the reference's whole tensors to compare with this run; by default, all of them."""
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class Run:
 class Fsdp1Run(Run):
     """A run of Muon on a model wrapped in FSDP1. The first half of the parameters is in a separate FSDP1 unit."""
 
-    ROWS: ClassVar[Mapping[str, str]] = {  # layout name -> name of a ShardingStrategy
+    ROWS: ClassVar[Mapping[str, str]] = {  # dict from layout name to the name of a ShardingStrategy
         "fsdp1": "FULL_SHARD",
         "fsdp1 zero2": "SHARD_GRAD_OP",
         "fsdp1 hybrid": "HYBRID_SHARD",
@@ -128,8 +128,8 @@ class Fsdp1Run(Run):
             model: The model. By default, each of its `_Inner` modules becomes a separate FSDP1 unit.
             strategy: Name of a `ShardingStrategy`. By default, the hybrid strategies make two replicas if the number of
                 ranks is even and larger than two, and one replica otherwise.
-            options: Keyword arguments of `FullyShardedDataParallel`, which override the defaults of this function. For
-                hybrid strategies, `process_group` replaces the groups of these replicas.
+            options: Keyword arguments of `FullyShardedDataParallel`, which override the defaults of this function. With
+                a hybrid strategy, `process_group` determines the replicas.
         """
         world = dist.get_world_size()
         if strategy.startswith("HYBRID") and "process_group" not in options:

@@ -49,7 +49,7 @@ _Tensors = Mapping[str, Tensor]
 _Builder = Callable[[_Tensors, Ints], dict[str, Tensor]]
 
 
-_KIND = ["cpu"]  # stack of device types set by nested `meshes_on` contexts; new meshes use the last one
+_KIND = ["cpu"]  # stack of device types set by nested `meshes_on` contexts; new meshes use the last type
 
 
 @contextlib.contextmanager
@@ -95,8 +95,8 @@ class _LayoutCase:
         """Move full tensors to the device type of new meshes, shard the tensors, and return this rank's shards. All
         ranks of the default group must call this method."""
         tensors = {name: t.to(_KIND[-1]) for name, t in tensors.items()}
-        # Reuse an earlier result if possible (see [Note: cut once]). This is not possible for tensors of mixed dtypes,
-        # because a framework can shard each dtype in a separate buffer.
+        # Reuse an earlier result of the layout's builder if possible (see [Note: cut once]). This is not possible for
+        # tensors of mixed dtypes, because a framework can shard each dtype in a separate buffer.
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
         if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
             return self.builder(tensors, shape)
@@ -136,7 +136,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
         # equal mesh of a different layout from its cache.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # nn.Parameter, which is not called for DTensors, would also set `_is_param`
+            made[name]._is_param = True  # makes isinstance(made[name], nn.Parameter) true
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -277,7 +277,7 @@ def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, 
     """Split a buffer into equal parts, and return the range of a tensor's elements that one of the parts contains.
 
     Args:
-        before: The buffer has `before` + 1 elements before the tensor, and 2 elements after it.
+        before: Number of elements before the tensor in the buffer, minus 1. The tensor is followed by 2 elements.
         size: Number of elements of the tensor.
         num_parts: Number of parts.
         part: Index of the part.

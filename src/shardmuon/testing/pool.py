@@ -335,7 +335,7 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
 
 
 def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock, main_thread: int) -> None:
-    # This function runs in a separate thread of a rank (see [Note: what the parent waits for]).
+    # `_listen` runs in a separate thread of a rank (see [Note: what the parent waits for]).
     try:
         while True:
             call = pipe.recv_bytes()
@@ -368,7 +368,7 @@ def _share_gloo_device() -> None:
     make, device = gloo.__init__, gloo.create_default_device()
 
     def make_with_device(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        # `timeout` can also be an options object, in which the caller has chosen a device
+        # `timeout` can also be gloo's options object, in which the caller has chosen a device
         if isinstance(timeout, timedelta):
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
@@ -379,7 +379,7 @@ def _share_gloo_device() -> None:
 
 
 def _run_call(message: bytes) -> object:
-    sys.path[:], call = pickle.loads(message)  # set the path first, because loading `call` imports modules
+    sys.path[:], call = pickle.loads(message)  # set `sys.path` first, because unpickling `call` imports modules
     fn, args, kwargs, filters = pickle.loads(call)
     torch.manual_seed(0)
     with warnings.catch_warnings():

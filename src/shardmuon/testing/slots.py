@@ -72,8 +72,8 @@ def _comparisons(
             batch = others.clone()
             batch[slot] = matrix
             batch = batch.to(device)
-            # `given` is a smaller batch, which `orthogonalize` pads with zeros. Odd-numbered draws also put the matrix
-            # of the next slot into `given`.
+            # Orthogonalize the matrix in a smaller batch, too, which `orthogonalize` pads with zeros. In odd-numbered
+            # draws, the smaller batch also contains the matrix of the next slot, if there is one.
             given = batch[slot : slot + 1 + draw % 2]
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]
