@@ -63,8 +63,8 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-# For each device type, the object with torch's matmul settings, and the attribute values that disable reduced
-# precision.
+# Dict from device type to the object with torch's matmul settings, and the values of its attributes that disable
+# reduced precision.
 _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     # type checkers do not know the attributes of torch.backends.mkldnn
     "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),

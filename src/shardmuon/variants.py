@@ -128,8 +128,8 @@ class Norms:
         self._whole = None if of_lines or self._whole is None else self._whole * factor
 
     def gathered(self, rows: Sequence[Tensor], of_lines: bool) -> Tensor:
-        """Stack the state tensors of all matrices into one tensor of shape (B, num_kept). If `of_lines`, the shape is
-        (B, P), and each row is padded to P elements."""
+        """Stack a post-processing stage's state tensors, one for each matrix of the batch, into one tensor of shape (B,
+        num_kept). If `of_lines`, the shape is (B, P), and each row is padded to P elements."""
         if not of_lines:
             return torch.stack(list(rows))
         found = _aligned_rows(len(rows), self.num_lines, rows[0])
@@ -236,13 +236,13 @@ class AfterStage(Stage):
 
 
 def scaled_(
-    stages: Sequence[AfterStage],  # at least one stage
+    stages: Sequence[AfterStage],  # post-processing stages (NorMuon, ..), at least one
     x: Tensor,  # (B, rows, cols), scaled in place
-    # stage's key -> state tensor of each matrix, (num_kept,), fp32, updated in place
+    # dict from a stage's key to the state tensors of the matrices, each of shape (num_kept,), fp32, updated in place
     kept: Mapping[str, Sequence[Tensor]],
 ) -> None:
-    """Apply several stages in succession, with only two passes over the matrices: the first pass computes norms, and
-    the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
+    """Apply several post-processing stages in succession, with only two passes over the matrices: the first pass
+    computes norms, and the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
     norms = Norms(x, any(stage.of_lines for stage in stages))
     factors: list[Tensor] = []
     for stage in stages:
@@ -449,7 +449,7 @@ VARIANTS: dict[str, Stages] = {
     "cautious": (),  # `apply_` in step/update.py implements the cautious weight decay
 }
 
-# Keys under which stages store their state, without duplicates.
+# Keys of the optimizer's state under which the stages of Muon variants store tensors, without duplicates.
 KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})
 _ALL = ", ".join(map(repr, VARIANTS))
 
@@ -495,7 +495,8 @@ def check_variant(group: Mapping[str, Any]) -> None:
 
 
 def stages_of(group: Mapping[str, Any]) -> Stages:
-    """Return the stages of a group's variant, in the order in which they run, or () for plain Muon.
+    """Return the stages (extra computations) that a group's Muon variant adds to a step, in the order in which they
+    run, or () for plain Muon.
 
     Raises:
         ValueError: The group's `variant` is invalid.
@@ -506,7 +507,7 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
 
 
 def keeping(stages: Stages) -> Stages:
-    """Select the stages that have state, but only the first stage for each `key`. A parameter has one state tensor for
-    each of the selected stages, in this order."""
+    """Select the stages of a Muon variant that have state, but only the first stage for each `key`. A parameter has one
+    state tensor for each of the selected stages, in this order."""
     first = {stage.key: stage for stage in reversed(stages) if stage.key}
     return tuple(stage for stage in stages if first.get(stage.key) is stage)

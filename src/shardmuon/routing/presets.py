@@ -24,14 +24,14 @@ from shardmuon.layout.views import Ints, matrix_view
 
 _View = Mapping[str, Any]  # keyword arguments of `matrix_view`
 _Kind = Literal[
-    "linear",  # one matrix; rows are outputs
+    "linear",  # one matrix, whose rows correspond to output features
     "matrices",  # one or more matrices, known from the module's type
     "bare",  # one matrix, recognized only by its shape, because the module's type is unknown
     "stack",  # several matrices, recognized only by their shape
     "embedding",
-    "router",  # one matrix whose rows choose experts
+    "router",  # one matrix that assigns tokens to experts and has one row per expert
     "norm",
-    "entries",  # not a linear map: vectors, tables, rates, biases of experts
+    "entries",  # no linear map, but a vector, a table, rates or the biases of experts
     "broadcast",  # shape (1, M, N): either a table or a stack of one expert
     "pairs",  # the last dim is 2, as if complex numbers were stored as pairs of real numbers
     "unclear",  # the shape is known, but it is unclear how to read the parameter as matrices
