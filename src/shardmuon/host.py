@@ -72,7 +72,8 @@ class Host:
         """Hook that is called after a parameter group was added. `names` are the names of the group's parameters."""
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict while this host is active. The state dict must have been saved with the same sharding."""
+        """Load a state dict into the optimizer while this host (framework integration) is active. The state dict must
+        have been saved with the same sharding."""
         Optimizer.load_state_dict(core, dict(state_dict))
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
@@ -101,8 +102,8 @@ class Host:
         raise NotImplementedError
 
     def weights(self, core: Any) -> list[Weight]:
-        """List every weight that the optimizer updates while this host is active. The list is for code that changes
-        weights after a step."""
+        """List every weight that the optimizer updates while this host (framework integration) is active. The list is
+        for code that changes weights after a step."""
         raise NotImplementedError
 
     def has_stepped_all(self, core: Any) -> bool:

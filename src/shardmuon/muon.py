@@ -123,7 +123,7 @@ class Core:
 
     def unlike_model(self) -> Sequence[str]:
         """Return the names of parameters whose values differ from the model's weights. The base class returns none;
-        hosts that update copies of the weights override this method."""
+        hosts (framework integrations) that update copies of the weights override this method."""
         return ()
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -204,7 +204,7 @@ class Core:
         redistribute each gradient whose placements differ from its parameter's."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
-            kept.clear()  # also removes state that AdamW or another variant has left behind
+            kept.clear()  # the removed state can include state that AdamW or another variant has left behind
             kept.update(made)
         for number, keys in proposal.fresh.items():
             for key in keys:
@@ -235,7 +235,8 @@ class Core:
             if isinstance(error, ExchangeError):  # an ExchangeError's message already states the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
-            Lane.close_over(component)  # ranks that are waiting for this rank then fail at once
+            # ranks that are waiting for this rank fail at once when their connections are closed
+            Lane.close_over(component)
 
     def last_voters(self) -> Ranks | None:
         """Return the ranks that took part in the last vote, or None if no vote has taken place under the current
@@ -735,7 +736,7 @@ class Muon(Core, Optimizer):
         """Replace this optimizer's state and groups with state and groups that were read from a state dict and
         checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-        self.settled.clear()  # the next step must check the loaded weight norms
+        self.settled.clear()  # the next step must check the weight norms that Hyperball has stored in the loaded state
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

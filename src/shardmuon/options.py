@@ -144,7 +144,7 @@ class MuonConfig:
         products_dtype(self.method, self.ns_dtype, torch.device("cpu"))
 
     def changed(self) -> dict[str, Any]:
-        """Return a dict of the options that differ from their defaults, with their values."""
+        """Return a dict from name to value of the options that differ from their defaults."""
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
 
     def stored(self) -> str:
@@ -370,7 +370,7 @@ class Settings:
 
     @cached_property
     def text(self) -> str:
-        """The settings as text, which ranks compare."""
+        """Format the settings as text that ranks compare to find out whether their settings differ."""
         # an fp64 tensor is formatted like a Python float, since both have the same precision
         kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
         return (

@@ -1,4 +1,5 @@
-"""Functions that format suggestions for misspelled names, tables and shortened lists, for messages and reports."""
+"""Functions that format texts for messages and reports: tables, shortened lists, and suggestions for misspelled
+names."""
 
 from __future__ import annotations
 

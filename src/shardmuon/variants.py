@@ -114,14 +114,15 @@ class Norms:
         return self._whole
 
     def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) give tensors (B, 1)
-        """Sum over the lines of each matrix, separately for each of several tensors that have one number per line."""
+        """Sum over the lines (rows or columns) of each matrix, separately for each of several tensors that have one
+        number per line."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
 
     def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or (B, P)
         """Update the norms after a multiplication of the matrices by `factor`, which has one number per matrix or per
-        line."""
+        line (row or column)."""
         if self.means is not None:
             self.means = factor.square() * self.means
         of_lines = factor.shape[1] > 1
@@ -218,7 +219,8 @@ class AfterStage(Stage):
 
     def factor(
         self,
-        norms: Norms,  # norms of the B matrices after they are multiplied by the factors of all earlier stages
+        # norms of the B matrices after multiplication by the factors of all earlier post-processing stages
+        norms: Norms,
         kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept), or (B, P) if `of_lines`
     ) -> Tensor:  # (B, 1), or (B, P) if `of_lines`; in the dtype of the norms
         """Compute the factor by which each matrix or line is multiplied.
@@ -304,7 +306,8 @@ class MuonEq(BeforeStage):
     """
 
     def run_(self, x: Tensor) -> None:
-        if x.device.type == "cpu":  # this fast path saves 3% of a step at d=384 with fp32 products
+        # on CPUs, this fast path saves 3% of the time of a step on a model of width 384 with fp32 products
+        if x.device.type == "cpu":
             norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
             if float(low) > _LOW and float(high) < _HIGH:  # the condition is False if any norm is 0 or NaN
@@ -391,7 +394,8 @@ class NorMuon(AfterStage):
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
         floored = kept.to(means.dtype).clamp(min=1e-10)  # nanochat uses the same lower bound, 1e-10
-        # ||O||^2 and ||O'||^2 are the sums of their mean squares over lines, times the same constant, which cancels.
+        # ||O||^2 and ||O'||^2 are the sums of their mean squares over lines (rows or columns), times the same constant,
+        # which cancels.
         restored = _over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
 

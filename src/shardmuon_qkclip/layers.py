@@ -72,7 +72,7 @@ class Rows:
         """Count the rows that have one of the given roles, or all rows if no role is given."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
-    def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # shape (num(),)
+    def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # one factor per row, shape (num(),)
         """Compute the factor of each row.
 
         Args:
@@ -166,8 +166,7 @@ class Holder(NamedTuple):
         name: Name of the module in the model, without the name parts that wrappers insert.
         module: The module itself; if a wrapper contains the module, the inner module.
         weights: Dict from the parameter's name relative to the module to the parameter and its place in the model.
-            Parameters of
-        submodules are included.
+            Parameters of submodules are included.
     """
 
     name: str

@@ -107,7 +107,7 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            # All ranks that have this weight see the same sizes, so all of them raise the error.
+            # All ranks that have this weight read the same sizes, so all of them raise this error.
             if size != rows.num():
                 raise Refused(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
@@ -197,7 +197,8 @@ class Scaler(TableCall[_Bound]):
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None:
-                    Lane.close_over(self._bound.component)  # ranks that wait for this rank then fail immediately
+                    # ranks that are waiting for this rank fail at once when their connections are closed
+                    Lane.close_over(self._bound.component)
             raise
 
     @torch.no_grad()

@@ -236,8 +236,8 @@ PLANTED = [
 def test_a_planted_fault_is_caught_and_named(
     world2: RankPool, options: dict[str, Any], rows: int | None, first: bool, names: tuple[str, ...]
 ) -> None:
-    """The audit must report the findings that are listed for each fault. With `first`, the fault is planted in the
-    first step, before any optimizer state exists."""
+    """The audit must report the findings that the test case lists for the planted fault. With `first`, the fault is
+    planted in the first step, before any optimizer state exists."""
     found = world2.run(caught_all, rows, options, names, first=first)
     for name in names:
         check_caught(name, [of_rank[name] for of_rank in found])

@@ -24,7 +24,7 @@ from shardmuon import ExchangeError, Muon, checkpoint
 from shardmuon.momentum.stores import decode
 from shardmuon.step.bucket import Buckets
 
-# torch.distributed.checkpoint warns whenever a single process saves or loads.
+# Ignore the warning that torch.distributed.checkpoint gives when a single process saves or loads.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 BF16, FP32 = torch.bfloat16, torch.float32
 

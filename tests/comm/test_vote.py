@@ -290,7 +290,7 @@ def _late(closes: bool) -> tuple[str, float]:
     """Leave rank 3 of four out of a vote. Rank 3 either closes its lane (the ranks' communication channel) or stays
     silent until the other ranks time out after one second. Return the error text and the elapsed seconds."""
     ranks = tuple(range(4))
-    vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections.
+    vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections between the ranks.
     lane = groups.Lane.over(ranks)
     lane._limit = timedelta(seconds=20 if closes else 1)
     began, text = time.monotonic(), ""

@@ -34,7 +34,7 @@ def report() -> Report:
 
 
 def row_of(report: Report, name: str) -> str | None:
-    """Return the second column of the row `name` in the report's text, or None if there is no such row."""
+    """Return the second column of the row `name` in the text of a plan's report, or None if there is no such row."""
     found = (line for line in report.text(width=1000).splitlines() if line.startswith(f"{name}  "))
     line = next(found, None)
     return None if line is None else line.removeprefix(name).strip()

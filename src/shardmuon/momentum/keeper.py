@@ -165,8 +165,8 @@ class Keeper:
             )
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
-        """Decode the momentum for this rank's part of a parameter. The result has the shape of the part's local
-        storage; it is None before the first step."""
+        """Decode the momentum that this rank stores for a parameter. The result has the shape of the rank's local
+        tensor; it is None before the first step."""
         return _decoded(_stored(engine, state))
 
     # ---------------------------------------------------------------------------------------------- checkpoints

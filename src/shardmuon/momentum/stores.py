@@ -138,13 +138,14 @@ def mix_(z: Tensor, key: Tensor | int) -> Tensor:
     bits of the counter and the key."""
     z.mul_(_GAMMA).add_(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # mask off the copies of the sign bit
+        # mask off the copies of the sign bit that the shift inserts
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         z *= factor
     return z
 
 
 def _round_by(
-    x: Tensor,  # values in fp32
+    x: Tensor,  # values to round, in fp32
     bits: Tensor,  # random bits (int32 in [0, 2**16)) or _NEAREST, with the shape of x
 ) -> Tensor:  # returns bf16 values
     """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; _NEAREST
@@ -203,8 +204,8 @@ def step_stored_(
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
-    """Return the shape of the scales for a (logical or local) tensor of this shape: one scale per row and block of
-    columns."""
+    """Return the shape of the scales of 8-bit momentum for a parameter with the given (logical or local) shape: one
+    scale per row and block of columns."""
     cols = torch.Size(shape[num_row_dims:]).numel()
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 
@@ -220,8 +221,8 @@ def encode(
     flat = new.flatten(num_row_dims).float()
     blocks = _blocks(flat)
     scale = blocks.abs().amax(-1)
-    # Squares of the codes before rounding. A block of zeros (0 / 0) or a block with NaN or Inf gives NaN, which is
-    # replaced with 0.
+    # Squares of the 8-bit codes before they are rounded to integers. A block of zeros (0 / 0) or a block with NaN or
+    # Inf gives NaN, which is replaced with 0.
     square = (blocks.abs() / scale[..., None]).nan_to_num_(0.0).mul_(_LEVELS**2)
     low = square.sqrt().floor_()
     gap = 2 * low + 1  # distance between the square of a code and the square of the next code
@@ -240,7 +241,7 @@ def encode(
 def decode(
     codes: Tensor,  # 8-bit codes (int8), with the shape of a rank's local tensor
     scale: Tensor,  # scales with shape (rows.., blocks)
-) -> Tensor:  # values in fp32, with the shape of `codes`
+) -> Tensor:  # returns fp32 values with the shape of `codes`
     """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())

@@ -99,7 +99,7 @@ MethodName = Literal["auto", "standard", "gram", "torch"]
 
 # ----------------------------------------------------------------------------------------------------------- batches
 
-_ALIGNMENT = 64  # alignment in bytes: in every batch, each matrix starts at a multiple of this number
+_ALIGNMENT = 64  # alignment of the matrices in a batch: each starts at a multiple of this number of bytes
 
 # Target number of multiplications in one Newton-Schulz step on a whole batch on a CPU. In measurements in fp32
 # on an AVX2 CPU, a batch of 64 matrices takes 1/9 (16 x 32), 1/3 (32 x 64) or 2/3 (64 x 64) of the time that 64
@@ -337,7 +337,7 @@ def _normalize(
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
-        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # make infinite norms NaN
+        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # replaces infinite norms with NaN
     # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
     # rounds each quotient once.
     if len(x) == 1:
@@ -423,7 +423,7 @@ def _newton_schulz(
     for step, (a, b, c) in enumerate(coefficients):
         out, gram = made[step % 2]
         left, right = _sides(y)
-        if c == 0.0:  # a cubic step (c = 0) does not need the product A A
+        if c == 0.0:  # a cubic step (c = 0) does not need A A, the square of the Gram matrix
             factor, alpha = products.symmetric_mm(left, right, out=poly), b
         else:
             products.symmetric_mm(left, right, out=gram)
@@ -585,7 +585,8 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     """
     m, n = min(rows, cols), max(rows, cols)
     steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
-    squares = sum(c != 0.0 for _, _, c in coefficients)  # number of the products A A, which cubic steps do not have
+    # number of steps that compute A A, the square of the Gram matrix; cubic steps do not
+    squares = sum(c != 0.0 for _, _, c in coefficients)
     # FLOPs of X X^T, and of the product of a square matrix and X
     twice: float = 2 * m * m * n * (1.0 + symmetric_share)
     small: float = 2 * m**3
@@ -704,7 +705,7 @@ class FiniteWatch:
         """Replace the orthogonalization's result for a matrix with zeros, in place, if the result is not finite
         although the matrix is. Do not wait for an accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
-        # on a CPU, this check does not wait for any device
+        # If no result contains NaN or Inf, return early. Only a CPU can check this without waiting for a device.
         if x.device.type == "cpu" and not bool(spoiled.isnan().any()):
             return out
         given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
