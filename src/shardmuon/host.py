@@ -92,7 +92,7 @@ class Host:
         return None
 
     def step(self, core: Any, fault: Fault) -> None:
-        """Take a step while this host is active.
+        """Take a step of the optimizer while this host (framework integration) is active.
 
         Args:
             core: The optimizer. A host must set `core.changing` to True before it changes weights or state by other
@@ -107,8 +107,8 @@ class Host:
         raise NotImplementedError
 
     def has_stepped_all(self, core: Any) -> bool:
-        """True if the latest call of `step` was the last one of the training step. This method is called only while the
-        host is active."""
+        """True if the latest call of `step` was the last one of the training step. This method is called only while
+        this host (framework integration) is active."""
         return True
 
     def restore_groups(self, core: Any) -> None:

@@ -397,7 +397,7 @@ def _trained(groups: Sequence[Group]) -> bool:
     params = [p for group in groups for p in group["params"]]
     if any(p.grad is not None for p in params):
         return True
-    # without this test, an FSDP1 rank that stores no elements of any parameter would warn
+    # an FSDP1 rank that stores no elements of any parameter never has gradients, so it must not warn
     if any(p.numel() > 0 for p in params):
         warnings.warn(
             "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
