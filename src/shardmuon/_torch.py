@@ -63,8 +63,8 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-# For each device type, the object with torch's matmul settings, and the attribute values that disable reduced
-# precision.
+# Dict from device type to the object with torch's matmul settings, and the values of its attributes that disable
+# reduced precision.
 _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     # type checkers do not know the attributes of torch.backends.mkldnn
     "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),
@@ -190,7 +190,7 @@ def names_in(model: torch.nn.Module) -> dict[int, str]:
 
 def is_capturing(device: torch.device) -> bool:
     """True while a CUDA graph is being captured on the current stream. During a capture, CUDA records kernels without
-    running them, so the host cannot read any values."""
+    running them, so the CPU cannot read any results."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -232,8 +232,8 @@ def is_alive(group: Any) -> bool:
 
 def group_named(name: str) -> Any:
     """Return the process group to which torch has given this name, or None if there is none."""
-    # A key can be -100, torch's placeholder for a group that does not contain this rank. This number has no attribute
-    # `group_name`.
+    # A key of torch's dict of process groups can be -100, the placeholder for a group that does not contain this rank.
+    # This number has no attribute `group_name`.
     known = dist.distributed_c10d._world.pg_group_ranks if name else ()
     return next((group for group in known if getattr(group, "group_name", "") == name), None)
 

@@ -57,7 +57,7 @@ class ExchangeError(RuntimeError):
             raise cls.of(error, where(), damage) from error
 
 
-# errors of these classes are re-raised without a change of class, so that callers can catch them
+# out-of-memory errors are re-raised without a change of class, so that callers can catch them
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
@@ -104,7 +104,8 @@ def about(name: str) -> Iterator[None]:
     try:
         yield
     except _OUT_OF_MEMORY as wrong:
-        # `fault_text` later reads this attribute and puts the parameter's name in front of the message.
+        # `fault_text` later reads the attribute `_shardmuon_at` and puts its value, the parameter's name, in front of
+        # the message.
         wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")
         raise
     except Exception as wrong:

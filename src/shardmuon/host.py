@@ -26,7 +26,7 @@ class Weight(NamedTuple):
         name: Name of the parameter in the user's model.
         param: The tensor that the user passed to the optimizer, if known; else `stored`.
         stored: The tensor that the optimizer updates: the parameter, a copy of the parameter, or a part of a flat
-            buffer. An engine can read the layout of this tensor.
+            buffer. There is an engine (a class that reads the layout of parameters) for this tensor.
         group: The options of the weight's group.
         now: True if the latest call of `step` has updated the weight.
     """
@@ -72,7 +72,8 @@ class Host:
         """Hook that is called after a parameter group was added. `names` are the names of the group's parameters."""
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict while this host is active. The state dict must have been saved with the same sharding."""
+        """Load a state dict into the optimizer while this host (framework integration) is active. The state dict must
+        have been saved with the same sharding."""
         Optimizer.load_state_dict(core, dict(state_dict))
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
@@ -91,23 +92,23 @@ class Host:
         return None
 
     def step(self, core: Any, fault: Fault) -> None:
-        """Take a step while this host is active.
+        """Take a step of the optimizer while this host (framework integration) is active.
 
         Args:
             core: The optimizer. A host must set `core.changing` to True before it changes weights or state by other
                 means than `core.take_step`.
-            fault: Holder of this rank's error, if one has occurred before this call.
+            fault: Record of this rank's first error; empty if no error has occurred before this call.
         """
         raise NotImplementedError
 
     def weights(self, core: Any) -> list[Weight]:
-        """List every weight that the optimizer updates while this host is active. The list is for code that changes
-        weights after a step."""
+        """List every weight that the optimizer updates while this host (framework integration) is active. The list is
+        for code that changes weights after a step."""
         raise NotImplementedError
 
     def has_stepped_all(self, core: Any) -> bool:
-        """True if the latest call of `step` was the last one of the training step. This method is called only while the
-        host is active."""
+        """True if the latest call of `step` was the last one of the training step. This method is called only while
+        this host (framework integration) is active."""
         return True
 
     def restore_groups(self, core: Any) -> None:
@@ -152,22 +153,23 @@ _HOSTS: list[type[Host]] = []
 
 
 class Hosts(list[Host]):
-    """The hosts of one optimizer, in order of precedence."""
+    """List of the hosts (integrations with frameworks such as DeepSpeed) of one optimizer. If several hosts could
+    handle a call, the first one takes precedence."""
 
     def __init__(self) -> None:
         super().__init__(host() for host in _HOSTS)
 
     @property
     def active(self) -> Host | None:
-        """The active host, whose tensors are in the parameter groups, or None if the groups contain the user's
-        parameters."""
+        """The host (framework integration) whose tensors are in the parameter groups, or None if the groups contain the
+        user's parameters."""
         loaded = sys.modules.keys()
         asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
         return next((host for host in asked if host.is_active), None)
 
     @staticmethod
     def clipped(params: Iterable[Tensor]) -> str | None:
-        """Return an error message if a framework clips the gradients of any of these parameters itself, because the
-        user must not clip them a second time. Return None if no framework does."""
+        """Return an error message if some framework clips the gradients of any of the given parameters itself, because
+        the user must not clip them a second time. Return None if no framework does."""
         found = {name for param in params for name in vars(param)}
         return next((host.clipping for host in _HOSTS if not found.isdisjoint(host.marks)), None)

@@ -67,7 +67,7 @@ class Core:
 
     Attributes:
         param_groups, state: The attributes of torch.optim.Optimizer. Frameworks can replace both.
-        config: Options of the whole optimizer.
+        config: Options that apply to the whole optimizer, not to a single group.
         keeper: Object that creates and converts stored momentum.
         audits: Schedule of the audits, which compare a step with a dense reference.
         process_group: The process group whose ranks have replicas of the plain (not DTensor) parameters; None if there
@@ -82,7 +82,7 @@ class Core:
         options: Reader of the groups' options, which caches them.
         settled: State tensors with weight norms (variant "hyperball") that a step has checked since they were created
             or loaded.
-        hosts: Adapters to the frameworks that may call `step`.
+        hosts: Integrations with the frameworks that may call `step`.
         has_trained: True once some parameter had a gradient in a step.
     """
 
@@ -107,12 +107,13 @@ class Core:
         self.routing: tuple[RoutingRow, ...] = ()
         self.broken: str | None = None
         self.component: Ranks | None = None
-        # token of the default process group in which the ranks in `component` are numbered
+        # token that identifies the default process group to which the rank numbers in `component` refer
         self.world = current_world()
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Reset all attributes that are valid only in one process: the plan, caches and hosts."""
+        """Reset all attributes that are valid only in one process: the plan, the caches and the hosts (framework
+        integrations)."""
         self.binding: Binding | None = None
         self.options = OptionsReader()
         self.watch = FiniteWatch()
@@ -122,7 +123,7 @@ class Core:
 
     def unlike_model(self) -> Sequence[str]:
         """Return the names of parameters whose values differ from the model's weights. The base class returns none;
-        hosts that update copies of the weights override this method."""
+        hosts (framework integrations) that update copies of the weights override this method."""
         return ()
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -131,7 +132,7 @@ class Core:
         """Take one step on the current parameter groups. Collective among the ranks that share parameters.
 
         Args:
-            fault: Holder of this rank's error, if one has occurred before this call.
+            fault: Record of this rank's first error; empty if no error has occurred before this call.
 
         Raises:
             Refused: Some rank has an error. Every rank raises this exception, before anything has changed.
@@ -203,7 +204,7 @@ class Core:
         redistribute each gradient whose placements differ from its parameter's."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
-            kept.clear()  # also removes state that AdamW or another variant has left behind
+            kept.clear()  # the removed state can include state that AdamW or another variant has left behind
             kept.update(made)
         for number, keys in proposal.fresh.items():
             for key in keys:
@@ -234,7 +235,8 @@ class Core:
             if isinstance(error, ExchangeError):  # an ExchangeError's message already states the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
-            Lane.close_over(component)  # ranks that are waiting for this rank then fail at once
+            # ranks that are waiting for this rank fail at once when their connections are closed
+            Lane.close_over(component)
 
     def last_voters(self) -> Ranks | None:
         """Return the ranks that took part in the last vote, or None if no vote has taken place under the current
@@ -280,9 +282,9 @@ class Core:
                     init_missing(p, group, self.state[p], self.keeper)
 
 
-# Two dicts that a rank sends to the others after it has made a plan. Their keys are sets of ranks that share
-# parameters. The first dict has the number of these parameters whose gradient can be missing on some of the ranks. The
-# second dict has the name of the set's process group, if the rank knows such a group.
+# Data that a rank sends to the others after it has made a plan: two dicts whose keys are sets of ranks that share
+# parameters. The first dict gives the number of shared parameters whose gradient can be missing on some of the ranks.
+# The second dict gives the name of the set's process group, if the sending rank knows such a group.
 _Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
@@ -317,8 +319,8 @@ class StepCall(TableCall[Binding]):
     def is_current(self, kept: Binding) -> bool:
         groups = self._core.param_groups
         self.options = self._core.options.read(groups)
-        # Frameworks can replace parameters, so the parameters are listed again. The condition must be the same as in
-        # `Offer`.
+        # Frameworks can replace parameters, so the parameters in the groups are listed again. `Offer` in
+        # step/binding.py must use the same condition to select parameters for a plan.
         planned, found = list[str](), list[tuple[Tensor, int]]()
         for number, (settings, group) in enumerate(zip(self.options, groups, strict=True)):
             planned.append("" if settings is None else settings.planned)
@@ -354,7 +356,8 @@ class StepCall(TableCall[Binding]):
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # The list includes DTensors that AdamW updates, so that their ranks learn of each other's errors.
+        # In addition to Muon's parameters, the list contains the DTensors that AdamW updates, so that the ranks that
+        # share them learn of each other's errors.
         return [
             (name, p, group)
             for index, group in enumerate(self._core.param_groups)
@@ -394,7 +397,7 @@ def _trained(groups: Sequence[Group]) -> bool:
     params = [p for group in groups for p in group["params"]]
     if any(p.grad is not None for p in params):
         return True
-    # without this test, an FSDP1 rank that stores no elements of any parameter would warn
+    # an FSDP1 rank that stores no elements of any parameter never has gradients, so it must not warn
     if any(p.numel() > 0 for p in params):
         warnings.warn(
             "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
@@ -595,7 +598,7 @@ class Muon(Core, Optimizer):
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
-                    continue  # the host's framework is not imported, so the host cannot be active
+                    continue  # the framework that this host integrates is not imported, so the host cannot be active
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -622,7 +625,8 @@ class Muon(Core, Optimizer):
 
     @property
     def _host(self) -> Host:
-        """The active host, or a plain `Host` if the parameter groups contain the user's parameters."""
+        """The active host (framework integration), or a plain `Host` if the parameter groups contain the user's
+        parameters."""
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
@@ -718,11 +722,11 @@ class Muon(Core, Optimizer):
             ValueError: The state dict does not match this optimizer, which is unchanged.
         """
         host = self.hosts.active
-        if host is not None:  # while a host is active, state dicts contain the host's flat parameters
+        if host is not None:  # while a host (framework integration) is active, state dicts contain its flat parameters
             with Refused.made_public():
                 host.load(self, state_dict)
             return
-        state_dict = copy.copy(state_dict)  # load hooks can modify the dict, so they get a copy
+        state_dict = copy.copy(state_dict)  # load hooks can modify the state dict, so they get a copy
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -732,7 +736,7 @@ class Muon(Core, Optimizer):
         """Replace this optimizer's state and groups with state and groups that were read from a state dict and
         checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-        self.settled.clear()  # the next step must check the loaded weight norms
+        self.settled.clear()  # the next step must check the weight norms that Hyperball has stored in the loaded state
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -745,14 +749,14 @@ class Muon(Core, Optimizer):
             group.update(loaded_over(own, group))
         # loading a state dict resets `broken` to None, because only copies and pickles contain this key
         self.broken = state.get("broken")
-        if "hosts" not in self.__dict__:  # copies do not inherit the plan and hosts
+        if "hosts" not in self.__dict__:  # copies of the optimizer do not inherit its plan and framework integrations
             self._forget_process()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without objects that are valid only in one process: the plan, caches
-        and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can vote together
-        with ranks that made no copy and still have their plan. Copies share process groups. A pickle names them, and
-        only the default process group can be used again after unpickling."""
+        and framework integrations. The state contains the ranks of the last vote, so that a copy, which has no plan,
+        can vote together with ranks that made no copy and still have their plan. Copies share process groups. A pickle
+        names them, and only the default process group can be used again after unpickling."""
         own = {key: self.__dict__[key] for key in _OWN} | {"process_group": GroupRef.of(self.process_group)}
         state = super().__getstate__()
         groups = [{**g, **{key: GroupRef.of(g[key], key) for key in PLACE_OPTIONS}} for g in self.param_groups]

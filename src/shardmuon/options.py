@@ -109,7 +109,8 @@ _CHECKS: dict[str, _FaultOf] = {
 
 
 def _check_values(where: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first option with an invalid value. The message starts with `where`."""
+    """Raise ValueError for the first option of the optimizer or of a group that has an invalid value. The message
+    starts with `where`."""
     for key, fault_of in _CHECKS.items():
         fault = fault_of(options[key]) if key in options else ""
         if fault:
@@ -143,12 +144,12 @@ class MuonConfig:
         products_dtype(self.method, self.ns_dtype, torch.device("cpu"))
 
     def changed(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
+        """Return a dict from name to value of the options that differ from their defaults."""
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
 
     def stored(self) -> str:
-        """Format the options in `STORED` that differ from their defaults. Return an empty string if there are no such
-        options, or if fp32 momentum is the only one."""
+        """Format the options of stored momentum (`STORED`) that differ from their defaults. Return an empty string if
+        there are no such options, or if fp32 momentum is the only one."""
         found = {key: value for key, value in self.changed().items() if key in self.STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
 
@@ -198,8 +199,8 @@ _MUON_OPTIONS = (
 )
 ONLY_MUON = {*_MUON_OPTIONS, *VIEW_DEFAULTS}
 GROUP_OPTIONS = ("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *VIEW_DEFAULTS, *PLACE_OPTIONS)
-# Keys that are not group options but that users are likely to write in a group. Each value is the part of the error
-# message that follows the key.
+# Keys that are not group options but that users are likely to write in a group. In the error message, the key is
+# followed by its value in this dict.
 ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "
@@ -369,7 +370,7 @@ class Settings:
 
     @cached_property
     def text(self) -> str:
-        """The settings as text, which ranks compare."""
+        """Format the settings as text that ranks compare to find out whether their settings differ."""
         # an fp64 tensor is formatted like a Python float, since both have the same precision
         kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
         return (

@@ -1,12 +1,13 @@
-"""Functions that format suggestions for misspelled names, tables and shortened lists, for messages and reports."""
+"""Functions that format texts for messages and reports: tables, shortened lists, and suggestions for misspelled
+names."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
 
-# Names that other libraries (DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel) use for options ->
-# names of the same options in this package.
+# Dict from the name that another library (DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel) uses for
+# an option to the name of the same option in this package.
 _SPELLINGS = {
     "mu": "momentum",
     "heads": "split_sizes",
@@ -34,7 +35,7 @@ def did_you_mean(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str:
 
 
 def table(
-    rows: Iterable[Sequence[str]],  # the first row is the header; all rows have the same length
+    rows: Iterable[Sequence[str]],  # the first row is the table's header; all rows have the same length
 ) -> str:
     """Format a table with aligned columns and a line of dashes under the header."""
     header, *body = rows

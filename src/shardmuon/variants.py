@@ -114,22 +114,23 @@ class Norms:
         return self._whole
 
     def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) give tensors (B, 1)
-        """Sum over the lines of each matrix, separately for each of several tensors that have one number per line."""
+        """Sum over the lines (rows or columns) of each matrix, separately for each of several tensors that have one
+        number per line."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
 
     def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or (B, P)
         """Update the norms after a multiplication of the matrices by `factor`, which has one number per matrix or per
-        line."""
+        line (row or column)."""
         if self.means is not None:
             self.means = factor.square() * self.means
         of_lines = factor.shape[1] > 1
         self._whole = None if of_lines or self._whole is None else self._whole * factor
 
     def gathered(self, rows: Sequence[Tensor], of_lines: bool) -> Tensor:
-        """Stack the state tensors of all matrices into one tensor of shape (B, num_kept). If `of_lines`, the shape is
-        (B, P), and each row is padded to P elements."""
+        """Stack a post-processing stage's state tensors, one for each matrix of the batch, into one tensor of shape (B,
+        num_kept). If `of_lines`, the shape is (B, P), and each row is padded to P elements."""
         if not of_lines:
             return torch.stack(list(rows))
         found = _aligned_rows(len(rows), self.num_lines, rows[0])
@@ -218,7 +219,8 @@ class AfterStage(Stage):
 
     def factor(
         self,
-        norms: Norms,  # norms of the B matrices after they are multiplied by the factors of all earlier stages
+        # norms of the B matrices after multiplication by the factors of all earlier post-processing stages
+        norms: Norms,
         kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept), or (B, P) if `of_lines`
     ) -> Tensor:  # (B, 1), or (B, P) if `of_lines`; in the dtype of the norms
         """Compute the factor by which each matrix or line is multiplied.
@@ -236,13 +238,13 @@ class AfterStage(Stage):
 
 
 def scaled_(
-    stages: Sequence[AfterStage],  # at least one stage
+    stages: Sequence[AfterStage],  # post-processing stages (NorMuon, ..), at least one
     x: Tensor,  # (B, rows, cols), scaled in place
-    # stage's key -> state tensor of each matrix, (num_kept,), fp32, updated in place
+    # dict from a stage's key to the state tensors of the matrices, each of shape (num_kept,), fp32, updated in place
     kept: Mapping[str, Sequence[Tensor]],
 ) -> None:
-    """Apply several stages in succession, with only two passes over the matrices: the first pass computes norms, and
-    the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
+    """Apply several post-processing stages in succession, with only two passes over the matrices: the first pass
+    computes norms, and the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
     norms = Norms(x, any(stage.of_lines for stage in stages))
     factors: list[Tensor] = []
     for stage in stages:
@@ -304,7 +306,8 @@ class MuonEq(BeforeStage):
     """
 
     def run_(self, x: Tensor) -> None:
-        if x.device.type == "cpu":  # this fast path saves 3% of a step at d=384 with fp32 products
+        # on CPUs, this fast path saves 3% of the time of a step on a model of width 384 with fp32 products
+        if x.device.type == "cpu":
             norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
             if float(low) > _LOW and float(high) < _HIGH:  # the condition is False if any norm is 0 or NaN
@@ -391,7 +394,8 @@ class NorMuon(AfterStage):
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
         floored = kept.to(means.dtype).clamp(min=1e-10)  # nanochat uses the same lower bound, 1e-10
-        # ||O||^2 and ||O'||^2 are the sums of their mean squares over lines, times the same constant, which cancels.
+        # ||O||^2 and ||O'||^2 are the sums of their mean squares over lines (rows or columns), times the same constant,
+        # which cancels.
         restored = _over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
 
@@ -449,7 +453,7 @@ VARIANTS: dict[str, Stages] = {
     "cautious": (),  # `apply_` in step/update.py implements the cautious weight decay
 }
 
-# Keys under which stages store their state, without duplicates.
+# Keys of the optimizer's state under which the stages of Muon variants store tensors, without duplicates.
 KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})
 _ALL = ", ".join(map(repr, VARIANTS))
 
@@ -495,7 +499,8 @@ def check_variant(group: Mapping[str, Any]) -> None:
 
 
 def stages_of(group: Mapping[str, Any]) -> Stages:
-    """Return the stages of a group's variant, in the order in which they run, or () for plain Muon.
+    """Return the stages (extra computations) that a group's Muon variant adds to a step, in the order in which they
+    run, or () for plain Muon.
 
     Raises:
         ValueError: The group's `variant` is invalid.
@@ -506,7 +511,7 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
 
 
 def keeping(stages: Stages) -> Stages:
-    """Select the stages that have state, but only the first stage for each `key`. A parameter has one state tensor for
-    each of the selected stages, in this order."""
+    """Select the stages of a Muon variant that have state, but only the first stage for each `key`. A parameter has one
+    state tensor for each of the selected stages, in this order."""
     first = {stage.key: stage for stage in reversed(stages) if stage.key}
     return tuple(stage for stage in stages if first.get(stage.key) is stage)

@@ -152,9 +152,10 @@ class QKClip:
         self._scaler = Scaler(optimizer, self.layers, tau, alpha, process_group, params)
         if self._scaler.host is None:
             self._scaler.find()
-        self._pending: dict[str, Tensor] = {}  # dict from layer name to the largest logits since the last step
-        # True if the maxima of this training step have been reduced; a framework can call step() several times per
-        # training step
+        # dict from layer name to the largest logit of each head since the last step
+        self._pending: dict[str, Tensor] = {}
+        # True if the largest logits of this training step have been reduced over ranks; a framework can call step()
+        # several times per training step
         self._has_reduced = False
         self._num_steps, self.report = 0, LogitReport(0, tau)
         self._handles: list[Any] = []
@@ -186,7 +187,8 @@ class QKClip:
 
         @torch._disable_dynamo
         def before(called: nn.Module, args: Any) -> None:
-            # deepcopy copies hooks, so this hook also runs for copies of the module, which are not measured.
+            # deepcopy copies hooks, so this hook also runs for copies of the module. The logits of copies are not
+            # measured.
             if called is module and self._is_measured and torch.is_grad_enabled():
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]

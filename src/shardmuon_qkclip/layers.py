@@ -72,11 +72,12 @@ class Rows:
         """Count the rows that have one of the given roles, or all rows if no role is given."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
-    def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # shape (num(),)
+    def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # one factor per row, shape (num(),)
         """Compute the factor of each row.
 
         Args:
-            of_heads: Role -> factor of each head, in order. All heads of a role have the same number of rows.
+            of_heads: Dict from role to the factor of each head, in order. All heads of a role have the same number of
+                rows.
         """
         parts = [(of_heads[role], self.repeats * size) for role, size in self.parts]
         columns = [heads.repeat_interleave(num // len(heads)).view(self.repeats, -1) for heads, num in parts]
@@ -164,8 +165,8 @@ class Holder(NamedTuple):
     Attributes:
         name: Name of the module in the model, without the name parts that wrappers insert.
         module: The module itself; if a wrapper contains the module, the inner module.
-        weights: Parameter name, relative to the module -> the parameter and its place in the model. Parameters of
-        submodules are included.
+        weights: Dict from the parameter's name relative to the module to the parameter and its place in the model.
+            Parameters of submodules are included.
     """
 
     name: str
@@ -232,7 +233,8 @@ def _layer_in(holder: Holder) -> Attention | None:
         preset = Role.of_known_type(place.owners, holder.shape(below)) if is_of_child else None
         if preset is not None and preset.reason.startswith("fused q, k, v"):
             sizes = preset.view["split_sizes"]
-            # Cross-attention has 2 sizes (k, v). Layers with 4 sizes (q, k, v, z) compute no softmax attention.
+            # A fused weight with 2 parts (k, v) belongs to cross-attention. Layers whose fused weight has 4 parts (q,
+            # k, v, z) compute no softmax attention.
             if len(sizes) == 3:
                 groups, dim = preset.view.get("split_groups", 1), int(preset.view.get("transposed", False))
                 return _layer(holder, {below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
@@ -251,8 +253,8 @@ def _layer(
 
     Args:
         holder: The module with its parameters.
-        of_weights: Weight name, relative to the module -> blocks of rows, as in `Rows.parts`, for each weight that
-            produces queries or keys. Unknown sizes are 0.
+        of_weights: Dict from the name of each weight that produces queries or keys, relative to the module, to the
+            weight's blocks of rows, as in `Rows.parts`. Unknown sizes are 0.
         repeats, dim: Attributes of `Rows`, equal for all these weights.
         size: Number of rows with role "q" per head; 0 if the number must be derived from the module's attributes.
 

@@ -69,7 +69,8 @@ class LayerLogits(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A weight of a layer, the roles of its rows, and the engine that accesses its storage."""
+    """A weight of an attention layer, the roles of its rows, and the engine (layout reader) that accesses its local
+    tensor."""
 
     layer: Attention
     rows: Rows
@@ -83,7 +84,7 @@ class _Target(NamedTuple):
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
 
-# (layer name, number of heads) -> ranks that share or replicate the layer's weights
+# dict from (layer name, number of heads) to the ranks that share or replicate the layer's weights
 _Told = dict[tuple[str, int], Ranks]
 
 
@@ -106,7 +107,7 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            # All ranks that have this weight see the same sizes, so all of them raise the error.
+            # All ranks that have this weight read the same sizes, so all of them raise this error.
             if size != rows.num():
                 raise Refused(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
@@ -170,7 +171,7 @@ class Scaler(TableCall[_Bound]):
     @torch.no_grad()
     def reduce(
         self,
-        measure: Callable[[], Mapping[str, Tensor]],  # returns layer name -> tensor of shape (num_heads,)
+        measure: Callable[[], Mapping[str, Tensor]],  # returns a dict from layer name to a tensor of shape (num_heads,)
     ) -> None:
         """Compute the largest logits over all ranks, which determine the factors in `apply_`. Collective. No weights
         are changed.
@@ -191,11 +192,13 @@ class Scaler(TableCall[_Bound]):
             self._all = _largest(self._own, bound.component, self._group)
         except Refused:  # all ranks raise Refused at the same point, so training can continue
             raise
-        except BaseException as error:  # other ranks may still be waiting for this rank or may have continued
+        # other ranks may still be waiting for this rank or may have continued, so the ranks are out of step
+        except BaseException as error:
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None:
-                    Lane.close_over(self._bound.component)  # ranks that wait for this rank then fail immediately
+                    # ranks that are waiting for this rank fail at once when their connections are closed
+                    Lane.close_over(self._bound.component)
             raise
 
     @torch.no_grad()

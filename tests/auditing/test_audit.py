@@ -183,7 +183,7 @@ def test_matrices_of_zeros_and_gradients_of_zeros_are_sound() -> None:
 
 
 class Unknown(NorMuon):
-    """A post-processing stage for which audits have no formula."""
+    """A post-processing stage for which audits have no reference formula."""
 
 
 @pytest.mark.parametrize(("variant", "status"), [("muon_eq", "ok"), ("unknown", "not checked: Unknown")])
@@ -213,8 +213,9 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 INEXACT = tuple(name for name, fault in FAULTS.items() if not fault.exact)
 BY_TORCH = ("Hyperball: other rule", *[name for name in INEXACT if not name.startswith("orthogon")][1::8])
 OF_STAGES = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
-# Every fault is tested once with the default matmul dtype and once more in fp16 or with large matrices. Some faults are
-# also tested with torch's own orthogonalizer or in a first step. benchmarks/audit_sharpness.py tests all combinations.
+# Every fault in planted.py is tested once with the default matmul dtype and once more in fp16 or with large matrices.
+# Some faults are also tested with torch's own orthogonalizer or in a first step. benchmarks/audit_sharpness.py tests
+# all combinations.
 PLANTED = [
     *(_row({}, None, False, (name,), numeric=not fault.exact) for name, fault in FAULTS.items()),
     *(
@@ -235,8 +236,8 @@ PLANTED = [
 def test_a_planted_fault_is_caught_and_named(
     world2: RankPool, options: dict[str, Any], rows: int | None, first: bool, names: tuple[str, ...]
 ) -> None:
-    """The audit must report the findings that are listed for each fault. With `first`, the fault is planted in the
-    first step, before any optimizer state exists."""
+    """The audit must report the findings that the test case lists for the planted fault. With `first`, the fault is
+    planted in the first step, before any optimizer state exists."""
     found = world2.run(caught_all, rows, options, names, first=first)
     for name in names:
         check_caught(name, [of_rank[name] for of_rank in found])
@@ -340,8 +341,8 @@ def scheduled(name: str) -> list[str]:
 def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_later_steps_go_on(
     world2: RankPool, name: str, seventh: str
 ) -> None:
-    """A fault that the user may have intended causes only a warning, and any other fault raises an error. This must be
-    the same on every rank, and training can continue in both cases."""
+    """A fault that the user may have intended causes only a warning, and any other fault raises an error. All ranks
+    must react in the same way, and training must be able to continue in both cases."""
     expected = [seventh if step == 7 else f"{step} passed []" for step in range(1, 11)]
     assert world2.run(scheduled, name) == [expected, expected]
 

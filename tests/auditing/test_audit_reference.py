@@ -137,8 +137,8 @@ BLOCKS = {
     ),
     "the second interval only": (
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
-        # The first matrix has rows 0-2 and 4-6 of the tensor. The first box contains the first four of these rows, and
-        # the second box contains the last two.
+        # The first matrix has rows 0-2 and 4-6 of the tensor. The tensor is divided into two boxes: the first contains
+        # the first four rows of the matrix, and the second contains the last two.
         (Box((0, 0), (5, 6)), Box((5, 0), (3, 6))),
         [[(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]],
     ),

@@ -74,7 +74,7 @@ KINDS = {
     "int8": Kind(BF16, {"momentum_dtype": "int8", "stochastic_rounding": True}, variants=MIXED),
     **{name: Kind(variants=[name] * 3) for name in KEEPING},
 }
-# torch.distributed.checkpoint warns whenever a single process saves or loads.
+# Ignore the warning that torch.distributed.checkpoint gives when a single process saves or loads.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
     pytest.mark.ranks,

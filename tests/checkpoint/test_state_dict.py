@@ -24,7 +24,7 @@ from shardmuon import ExchangeError, Muon, checkpoint
 from shardmuon.momentum.stores import decode
 from shardmuon.step.bucket import Buckets
 
-# torch.distributed.checkpoint warns whenever a single process saves or loads.
+# Ignore the warning that torch.distributed.checkpoint gives when a single process saves or loads.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -47,7 +47,7 @@ def kept_by(optimizer: Muon, params: Any) -> list[dict[str, Tensor]]:
 
 @contextmanager
 def unchanged(optimizer: Muon, params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Assert that the code inside the context changes no options, weights or state."""
+    """Assert that the code inside the `with` block changes no options, weights or state of the optimizer."""
     listed = list(params)
     before, kept = options_of(optimizer), kept_by(optimizer, listed)
     held = optimizer.state, optimizer.param_groups
@@ -148,7 +148,7 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 
 @dataclass(frozen=True)
 class File:
-    """A test case, with the model whose checkpoint file is loaded and the optimizer that loads it."""
+    """A test case in which an optimizer loads a checkpoint file. The fields describe the model and the optimizer."""
 
     options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
     tied: bool = False  # True if both layers share one weight

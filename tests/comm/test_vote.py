@@ -49,15 +49,16 @@ FAMILIES: dict[str, Family] = {
     "ring": [*((i, i + 1) for i in range(7)), (0, 7)],
     "rows and columns": [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)],
     "nested": [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1)],
-    # Two replicas have four pipeline stages each, and the first replica uses the same embedding weight in its first and
-    # last stage.
+    # This test case has two replicas of a model with four pipeline stages each. The first replica uses the same
+    # embedding weight in its first and last stage.
     "tied stages": [(0, 1), (2, 3), (4, 5), (6, 7), (0, 6)],
     "apart": [(0, 1, 2), (3, 4), (5, 6, 7)],
 }
 
 
 def component(family: Family, rank: int) -> Ranks:
-    """Return the ranks in the connected component of `rank`, computed directly from the definition."""
+    """Return the ranks that the rank sets in `family` connect to `rank`, directly or through other ranks, including
+    `rank`."""
     found = {rank}
     while True:
         more = found.union(*(set(ranks) for ranks in family if found & set(ranks)))
@@ -71,7 +72,7 @@ def sets_of(family: Family, rank: int) -> tuple[Ranks, ...]:
 
 
 def drawn_family(chance: random.Random) -> Family:
-    """Return one to seven random rank sets, each of two to four out of eight ranks."""
+    """Return one to seven random sets of ranks that share parameters, each with two to four of eight ranks."""
     return sorted({tuple(sorted(chance.sample(range(8), chance.randint(2, 4)))) for _ in range(chance.randint(1, 7))})
 
 
@@ -289,7 +290,7 @@ def _late(closes: bool) -> tuple[str, float]:
     """Leave rank 3 of four out of a vote. Rank 3 either closes its lane (the ranks' communication channel) or stays
     silent until the other ranks time out after one second. Return the error text and the elapsed seconds."""
     ranks = tuple(range(4))
-    vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections.
+    vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections between the ranks.
     lane = groups.Lane.over(ranks)
     lane._limit = timedelta(seconds=20 if closes else 1)
     began, text = time.monotonic(), ""

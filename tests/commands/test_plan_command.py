@@ -34,7 +34,7 @@ def report() -> Report:
 
 
 def row_of(report: Report, name: str) -> str | None:
-    """Return the second column of the row `name` in the report's text, or None if there is no such row."""
+    """Return the second column of the row `name` in the text of a plan's report, or None if there is no such row."""
     found = (line for line in report.text(width=1000).splitlines() if line.startswith(f"{name}  "))
     line = next(found, None)
     return None if line is None else line.removeprefix(name).strip()
@@ -113,8 +113,8 @@ def test_wrong_input_is_told_what_to_write(
 
 
 def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, report: Report) -> None:
-    """Halving all peak rates must double the predicted matmul time. docs/foresight.md must document every number in a
-    hardware file."""
+    """Halving all peak rates in a user's hardware file must double the predicted matmul time. docs/foresight.md must
+    document every number in a hardware file."""
     text = (Path(hardware_module.__file__).parent / "data" / "hardware" / "h100.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(re.sub(r"(?m)^(  peak \w+: \{value: )9.894e\+14", r"\g<1>4.947e+14", text))
     mine = plan("gpt2-xl", "shard=4", gpu=tmp_path / "mine.yaml").price
@@ -139,7 +139,7 @@ def test_units_are_those_that_people_read(report: Report) -> None:
 
 
 def _with_memory(report: Report, size: float) -> Report:
-    """Return the report for a machine with `size` bytes of memory."""
+    """Return a copy of the report for a machine whose GPUs have `size` bytes of memory."""
     number = replace(report.hardware["memory_bytes"], rows={1.0: [(1.0, size, size, size)]})  # type: ignore[type-var]
     hardware = replace(report.hardware, numbers={**report.hardware.numbers, "memory_bytes": number})
     return replace(report, hardware=hardware)
@@ -173,7 +173,8 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
 
 def test_plan_takes_every_option_of_muon() -> None:
     signature = inspect.signature(Muon.__init__).parameters
-    assert OPTIONS.keys() == signature.keys() - {"self", "params", "unknown"}  # `unknown` collects misspelled options.
+    # The parameter `unknown` of `Muon` collects misspelled options.
+    assert OPTIONS.keys() == signature.keys() - {"self", "params", "unknown"}
     model = build(decoder(96, 48, 2, 4, 2, 12, 80))
     usual = plan(model, "shard=2").exact
     for name, (value, other) in OPTIONS.items():
@@ -184,8 +185,8 @@ def test_plan_takes_every_option_of_muon() -> None:
 
 
 def test_the_page_is_whole_and_fetches_nothing(report: Report, tmp_path: Path) -> None:
-    """The page must be complete and load nothing from elsewhere. The model name in this test contains HTML, which must
-    be escaped."""
+    """The HTML page that `shardmuon plan` writes must close all tags and load no other files. The model name in this
+    test contains HTML, which must be escaped."""
     path = tmp_path / "out.html"
     replace(report, exact=replace(report.exact, model="<script>alert(1)</script>")).write_html(path)
     text = path.read_text()

@@ -126,7 +126,7 @@ SOUND = Comparison(0.0, True, Traffic(), 58, "")
     ("words", "fault", "code", "says"),
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
-        # By default, the command runs all layouts that need only torch.
+        # By default, `shardmuon verify` runs all layouts that need only torch.
         ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),
         (TWO, {Comparison.with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {Comparison.with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),

@@ -29,8 +29,8 @@ MODULES = [
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run_one_after_the_other(path: Path) -> None:
-    """If a Python block is followed by a text block, the output up to that point must end with the content of the text
-    block."""
+    """All Python blocks of a document run one after the other. If a block is followed by a text block, the output up to
+    that point must end with the content of the text block."""
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for block, shown in re.findall(r"(?s)```python\n(.*?)```(?:\s*```text\n(.*?)```)?", path.read_text()):

@@ -1,5 +1,5 @@
-"""Tests of the code statistics that scripts/house.py counts, on small sources and on a chain of calls that was counted
-by hand."""
+"""Tests of the code statistics that scripts/house.py counts. The expected values for small sources and for a chain of
+calls were counted by hand."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ CATCHES = """
     ("count", "source", "expected"),
     [
         (lengths_of_entered, LINES, [2, 3]),
-        # The six statements are x, class, def, if, return and the last string.
+        # The six statements of the source are x, class, def, if, return and the last string.
         (lambda house, tree: house.statements(tree), STATEMENTS, 6),
         (lambda house, tree: list(house.public_names(tree)), NAMES, ["ONE", "three", "four", "K", "eight"]),
         (lambda house, tree: house.classes(tree), NAMES, {"K", "L"}),
@@ -187,7 +187,7 @@ def test_imports_count_wherever_they_stand(house: ModuleType) -> None:
     assert house.climbing(graph, ["high", "low", "beside"]) == ["pack.low.three"]
 
 
-MOST_LINES = 60  # The lines of docstrings do not count.
+MOST_LINES = 60  # largest allowed number of lines in a function, not counting its docstring
 
 
 def test_functions_are_short(house: ModuleType) -> None:

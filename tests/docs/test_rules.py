@@ -37,7 +37,7 @@ def holds_small(side: ast.expr) -> bool:
 
 
 def test_tolerances_live_in_the_named_helpers() -> None:
-    # Tests in the folders site, stack and zoo run in environments of their own, which may lack the helper modules of
+    # Tests in the folders site, stack and zoo run in separate environments, which may lack the helper modules of
     # tests/.
     apart = {"site", "stack", "zoo"}
     paths = [path for path in sorted(TESTS.rglob("*.py")) if path.parent.name not in apart]

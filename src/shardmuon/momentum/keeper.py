@@ -75,7 +75,7 @@ class Keeper:
             state: State of the parameter.
             buffer: Local storage of the momentum; None before the first step.
             grad: Local storage of the gradient.
-            others: Number of state tensors of the variant's stages.
+            others: Number of state tensors that the Muon variant (NorMuon, ..) stores for the parameter.
         """
         if buffer is None or len(state) != 1 + others or not self.as_computed:
             return False
@@ -165,8 +165,8 @@ class Keeper:
             )
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
-        """Decode the momentum for this rank's part of a parameter. The result has the shape of the part's local
-        storage; it is None before the first step."""
+        """Decode the momentum that this rank stores for a parameter. The result has the shape of the rank's local
+        tensor; it is None before the first step."""
         return _decoded(_stored(engine, state))
 
     # ---------------------------------------------------------------------------------------------- checkpoints
@@ -192,7 +192,8 @@ class Keeper:
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the local storage of a parameter's momentum and scales, as far as they exist, by state key."""
+    """Return a dict with the local tensors of a parameter's momentum and, for 8-bit momentum, its scales. The keys are
+    those of the parameter's state. Tensors that do not exist yet are left out."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
 
 
@@ -254,7 +255,7 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
     a block share a scale, so a block cannot be divided."""
     view = layout.view
     dim = view.num_row_dims
-    # pairs (rank, description of its shard) for shards that can begin or end inside a block
+    # pairs (rank, description of its shard) for shards that can begin or end inside a block of columns
     inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
         for box, local in of_rank:

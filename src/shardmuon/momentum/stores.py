@@ -77,7 +77,7 @@ class Stream:
     # returns int32 numbers in [0, 2**16), with shape patch.sizes
     def bits(self, patch: Patch, device: torch.device) -> Tensor:
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
-        # dims of the patch in which the column index changes
+        # dims of the patch along which the column index changes
         along = [d for d, step in enumerate(patch.cols) if step]
         across = [d for d, step in enumerate(patch.cols) if not step]
         per_row = -(-self.cols // _LANES)
@@ -138,13 +138,14 @@ def mix_(z: Tensor, key: Tensor | int) -> Tensor:
     bits of the counter and the key."""
     z.mul_(_GAMMA).add_(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # mask off the copies of the sign bit
+        # mask off the copies of the sign bit that the shift inserts
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         z *= factor
     return z
 
 
 def _round_by(
-    x: Tensor,  # values in fp32
+    x: Tensor,  # values to round, in fp32
     bits: Tensor,  # random bits (int32 in [0, 2**16)) or _NEAREST, with the shape of x
 ) -> Tensor:  # returns bf16 values
     """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; _NEAREST
@@ -156,8 +157,8 @@ def _round_by(
 
 
 def _slab(device: torch.device) -> int:
-    """Return the number of elements to process at once: few enough on a CPU for temporaries to fit in the cache, and
-    many enough on an accelerator to keep it busy."""
+    """Return the number of elements of a momentum or weight tensor to process at once: few enough on a CPU for
+    temporaries to fit in the cache, and many enough on an accelerator to keep it busy."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
@@ -194,8 +195,8 @@ def step_stored_(
         if is_coded:
             made: tuple[Tensor, ...] = encode(new, num_dims, old, bits)
         else:
-            # The distance that an element has moved, in units of the spacing between fp32 numbers. The spacing between
-            # bf16 numbers is 2**16 such units.
+            # The distance by which this step moves each element of the momentum, in units of the spacing between fp32
+            # numbers. The spacing between bf16 numbers is 2**16 such units.
             moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()
             made = (_round_by(new, torch.where(moved < 0x10000, bits, _NEAREST)),)
         for place, value in zip(places, made, strict=True):
@@ -203,28 +204,28 @@ def step_stored_(
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
-    """Return the shape of the scales for a (logical or local) tensor of this shape: one scale per row and block of
-    columns."""
+    """Return the shape of the scales of 8-bit momentum for a parameter with the given (logical or local) shape: one
+    scale per row and block of columns."""
     cols = torch.Size(shape[num_row_dims:]).numel()
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 
 
 def encode(
-    new: Tensor,  # values in any float dtype, with the shape of a rank's storage
+    new: Tensor,  # momentum in any float dtype, with the shape of a rank's local tensor
     num_row_dims: int,
-    old: Tensor | None = None,  # fp32 values before the step; None: all values are rounded to nearest
+    old: Tensor | None = None,  # momentum before the step, in fp32; None: all values are rounded to nearest
     bits: Tensor | None = None,  # random bits (int32 in [0, 2**16)); None: all values are rounded to nearest
 ) -> tuple[Tensor, Tensor]:  # int8 codes with the shape of `new`, and fp32 scales with shape (rows.., blocks)
-    """Convert the values `new` to 8-bit codes and scales. Each row of the rank's storage must begin where a block of
-    the whole tensor begins."""
+    """Convert the momentum `new` to 8-bit codes and scales. Each row of the rank's local tensor must begin where a
+    block of the whole tensor begins."""
     flat = new.flatten(num_row_dims).float()
     blocks = _blocks(flat)
     scale = blocks.abs().amax(-1)
-    # Squares of the codes before rounding. A block of zeros (0 / 0) or a block with NaN or Inf gives NaN, which is
-    # replaced with 0.
+    # Squares of the 8-bit codes before they are rounded to integers. A block of zeros (0 / 0) or a block with NaN or
+    # Inf gives NaN, which is replaced with 0.
     square = (blocks.abs() / scale[..., None]).nan_to_num_(0.0).mul_(_LEVELS**2)
     low = square.sqrt().floor_()
-    gap = 2 * low + 1  # distance between the squares of adjacent codes
+    gap = 2 * low + 1  # distance between the square of a code and the square of the next code
     fraction = square.sub_(low * low).div_(gap)
     threshold: Tensor | float = 0.5
     if old is not None and bits is not None:
@@ -238,9 +239,9 @@ def encode(
 
 
 def decode(
-    codes: Tensor,  # 8-bit codes (int8), with the shape of a rank's storage
+    codes: Tensor,  # 8-bit codes (int8), with the shape of a rank's local tensor
     scale: Tensor,  # scales with shape (rows.., blocks)
-) -> Tensor:  # values in fp32, with the shape of `codes`
+) -> Tensor:  # returns fp32 values with the shape of `codes`
     """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())

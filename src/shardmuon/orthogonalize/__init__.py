@@ -99,7 +99,7 @@ MethodName = Literal["auto", "standard", "gram", "torch"]
 
 # ----------------------------------------------------------------------------------------------------------- batches
 
-_ALIGNMENT = 64  # each matrix starts at a multiple of this number of bytes
+_ALIGNMENT = 64  # alignment of the matrices in a batch: each starts at a multiple of this number of bytes
 
 # Target number of multiplications in one Newton-Schulz step on a whole batch on a CPU. In measurements in fp32
 # on an AVX2 CPU, a batch of 64 matrices takes 1/9 (16 x 32), 1/3 (32 x 64) or 2/3 (64 x 64) of the time that 64
@@ -149,12 +149,13 @@ def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- products
 
 _HALVES = (torch.float16, torch.bfloat16)
-_SPLIT = 2.0**11  # fp16 has 11-bit significands, so this factor scales its rounding errors up to fp16's range
-_MAX_BLOCKS = 4  # 4 blocks compute 10/16 of a product; even 8 blocks would compute 36/64 of it
+# fp16 has 11-bit significands, so multiplying fp16's rounding errors by this factor brings them into fp16's range
+_SPLIT = 2.0**11
+_MAX_BLOCKS = 4  # 4 row blocks compute 10/16 of a symmetric product, and even 8 would compute 36/64 of it
 # Number of FLOPs that one thread executes in time 2c, where c is the overhead of one row block (see [Note: number
 # of blocks]).
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
-_OVERHEAD_AMX = 120e6  # FLOPs in time 2c for bf16 on CPUs with AMX
+_OVERHEAD_AMX = 120e6  # number of bf16 FLOPs that one thread of a CPU with AMX executes in time 2c
 
 
 class Products:
@@ -316,7 +317,7 @@ def _by_blocks(
 # 2^-126, so even 2^36 such squares add up to less than 2^-90. This is 2^-30 of the smallest squared norm, 2^-60, and
 # below the resolution of fp32. The largest squared norm, 2^80, is far from overflow.
 _LOW, _HIGH = 2.0**-30, 2.0**40
-_LEAST = 2.0**-1000  # smaller than the norm of any nonzero fp32 matrix
+_LEAST = 2.0**-1000  # lower bound for norms, smaller than the norm of any nonzero fp32 matrix
 # Chunk size in elements. torch sums fewer than 2^15 elements on one thread, so the bits of a chunk's norm do not depend
 # on the number of threads.
 _CHUNK = 1 << 14
@@ -336,7 +337,7 @@ def _normalize(
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
-        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # make infinite norms NaN
+        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # replaces infinite norms with NaN
     # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
     # rounds each quotient once.
     if len(x) == 1:
@@ -379,8 +380,8 @@ def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
     """Divide each matrix by its norm, which is summed in fp64. Since fp64 can represent the square of every fp32
     number, two passes over the matrix suffice, and the host need not wait for the device.
     """
-    # `foreach_norm` is used because `vector_norm` would first copy each matrix to fp64. For a bf16 matrix, the copy is
-    # four times as large, and the memory traffic is nine times that of `foreach_norm`.
+    # `foreach_norm` is used because `vector_norm` would first copy each matrix to fp64. The fp64 copy of a bf16 matrix
+    # is four times as large as the matrix, and making it causes nine times the memory traffic of `foreach_norm`.
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
     # If a norm is 0, its reciprocal becomes a finite number, so that a zero matrix stays zero. If a norm is infinite or
@@ -422,7 +423,7 @@ def _newton_schulz(
     for step, (a, b, c) in enumerate(coefficients):
         out, gram = made[step % 2]
         left, right = _sides(y)
-        if c == 0.0:  # a cubic step (c = 0) does not need the product A A
+        if c == 0.0:  # a cubic step (c = 0) does not need A A, the square of the Gram matrix
             factor, alpha = products.symmetric_mm(left, right, out=poly), b
         else:
             products.symmetric_mm(left, right, out=gram)
@@ -450,8 +451,9 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
     """
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
-        # If the slope so far is below 1, count it as 1: the rounding errors of the next step are amplified by the later
-        # steps, no matter how much the earlier steps have shrunk the values.
+        # If the slope since the last restart (the product of the coefficients a) is below 1, count it as 1: the
+        # rounding errors of the next step are amplified by the later steps, no matter how much the earlier steps have
+        # shrunk the values.
         slope = max(slope, 1.0) * abs(a)
         if step and slope > _MOST_SLOPE[dtype]:
             found.append(step)
@@ -583,18 +585,20 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     """
     m, n = min(rows, cols), max(rows, cols)
     steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
-    squares = sum(c != 0.0 for _, _, c in coefficients)  # number of the products A A, which cubic steps do not have
+    # number of steps that compute A A, the square of the Gram matrix; cubic steps do not
+    squares = sum(c != 0.0 for _, _, c in coefficients)
     # FLOPs of X X^T, and of the product of a square matrix and X
     twice: float = 2 * m * m * n * (1.0 + symmetric_share)
     small: float = 2 * m**3
     if method != "gram":
         return round(steps * twice + squares * small * symmetric_share)
     restarts = len(_plan_restarts(coefficients, dtype))
-    # Each segment between restarts has one product for Q in every step except the first, and two products for R in
-    # every step except the last.
+    # Each segment between restarts has one product for the matrix Q of the Gram form in every step except the first,
+    # and two products for the matrix R in every step except the last.
     of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if _restarts_locally(m, n, coefficients, dtype):
-        # A local restart adds the split products of `Products.sandwich`, and one product that combines the factors Q.
+        # A local restart adds the split products of `Products.sandwich`, and one product that combines the matrices Q
+        # of two segments.
         return round(twice + of_small + restarts * (3 * small + 2 * small * symmetric_share))
     return round((1 + restarts) * twice + of_small)
 
@@ -686,21 +690,22 @@ class FiniteWatch:
     has one instance."""
 
     def __init__(self) -> None:
-        # Each entry belongs to one call in this step: (method and shape, flags of the results, flags of the inputs).
-        # There is one flag per matrix, which is 0 for a finite matrix and otherwise NaN.
+        # Each entry belongs to one call of `keep_finite` in this step: (method and shape, flags of the
+        # orthogonalization's results, flags of its inputs). There is one flag per matrix, which is 0 for a finite
+        # matrix and otherwise NaN.
         self.seen: list[tuple[str, Tensor, Tensor]] = []
         self.coming = Coming[list[tuple[str, int]]]()
 
     def keep_finite(
         self,
-        out: Tensor,  # (B, m, n), the results; changed in place
-        x: Tensor,  # (B, m, n), the matrices from which `out` was computed
-        text: str,  # method and shape, for use in the warning
+        out: Tensor,  # (B, m, n), the results of the orthogonalization; changed in place
+        x: Tensor,  # (B, m, n), the inputs of the orthogonalization
+        text: str,  # method and shape, for use in a warning about replaced results
     ) -> Tensor:  # returns `out`
-        """Replace each non-finite result of a finite matrix with zeros, in place, without waiting for an
-        accelerator."""
+        """Replace the orthogonalization's result for a matrix with zeros, in place, if the result is not finite
+        although the matrix is. Do not wait for an accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
-        # on a CPU, this check does not wait for any device
+        # If no result contains NaN or Inf, return early. Only a CPU can check this without waiting for a device.
         if x.device.type == "cpu" and not bool(spoiled.isnan().any()):
             return out
         given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
@@ -721,7 +726,8 @@ class FiniteWatch:
         self.coming.send([(text, len(s)) for text, s, _ in seen], replaced)
 
     def report(self) -> None:
-        """Warn about results that were replaced in earlier steps, if the flags of these steps have reached the host."""
+        """Warn about non-finite results that were replaced with zeros in earlier steps, if the flags of these steps
+        have reached the host."""
         for seen, replaced in self.coming.arrived():
             for (text, count), flags in zip(seen, replaced.split([n for _, n in seen]), strict=True):
                 if flags.any():

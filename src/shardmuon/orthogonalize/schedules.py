@@ -63,7 +63,7 @@ class Schedule:
         grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        # the condition is negated so that NaN also counts as a bad value
+        # the condition for good outputs is negated, instead of testing for bad ones, so that NaN counts as bad
         bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))
         if not bad.size:
             return None
@@ -142,12 +142,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # name in Emerging-Optimizers and Megatron
+    "simple": "keller",  # Emerging-Optimizers and Megatron use this name
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # name in Emerging-Optimizers
+    "deepseekv4": "deepseek_v4",  # Emerging-Optimizers uses this name
     "cubic5": "cubic",
 }
 
@@ -206,5 +206,5 @@ def _made(coefficients: Any, steps: int | None) -> Schedule:
 
 
 def _numbers(values: Any) -> Any:
-    """Convert numbers to floats, and lists, which checkpoints contain but which are not hashable, to tuples."""
+    """Convert numbers to floats and lists to tuples. Checkpoints contain lists, which are not hashable."""
     return tuple(map(_numbers, values)) if isinstance(values, (list, tuple)) else float(values)

@@ -301,12 +301,12 @@ class Rule(NamedTuple):
     options: Mapping[str, Any]
 
     def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
-        """True if the pattern matches a parameter in any of its places in the model. A shared parameter has several
-        places."""
+        """True if the override's pattern matches a parameter in any of its places in the model. A shared parameter has
+        several places."""
         return any(self.fits(place.name, param, place.module) for place in places)
 
     def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
-        """True if the pattern matches a parameter with this name in this module."""
+        """True if the override's pattern matches a parameter with this name in this module."""
         return fnmatchcase(name, self.pattern) if isinstance(self.pattern, str) else self.pattern(name, param, module)
 
     @classmethod
@@ -466,7 +466,7 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
     Errors raised in this function name the parameter."""
     view, options = {**VIEW_DEFAULTS, **w.role.view}, w.rule.options
     splits = ("split_sizes", "split_groups")
-    if any(key in options for key in splits):  # the user's splits replace the splits of the preset
+    if any(key in options for key in splits):  # the user's `split_sizes` and `split_groups` replace those of the preset
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: options[key] for key in VIEW_DEFAULTS if key in options}
     with about(f"{w.name} ({w.reason})"):
@@ -504,7 +504,7 @@ def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict
     if any(id(w.param) in words for w in tables):
         tables = [w for w in tables if id(w.param) in words or _is_tied(w)]
     sizes = dict.fromkeys(w.shape[0] for w in tables)
-    known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all heads found so far
+    known = {w.shape[0] for w in matrices if w.name in heads}  # numbers of rows of all output heads found so far
     # Linear layers that the user has assigned to AdamW, and that have as many rows as an embedding, count as heads.
     known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}
     known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}

@@ -24,14 +24,14 @@ from shardmuon.layout.views import Ints, matrix_view
 
 _View = Mapping[str, Any]  # keyword arguments of `matrix_view`
 _Kind = Literal[
-    "linear",  # one matrix; rows are outputs
+    "linear",  # one matrix, whose rows correspond to output features
     "matrices",  # one or more matrices, known from the module's type
     "bare",  # one matrix, recognized only by its shape, because the module's type is unknown
     "stack",  # several matrices, recognized only by their shape
     "embedding",
-    "router",  # one matrix whose rows choose experts
+    "router",  # one matrix that assigns tokens to experts and has one row per expert
     "norm",
-    "entries",  # not a linear map: vectors, tables, rates, biases of experts
+    "entries",  # a parameter that is not a linear map: a vector, a table, rates or the biases of experts
     "broadcast",  # shape (1, M, N): either a table or a stack of one expert
     "pairs",  # the last dim is 2, as if complex numbers were stored as pairs of real numbers
     "unclear",  # the shape is known, but it is unclear how to read the parameter as matrices
@@ -89,8 +89,8 @@ class Role:
                     if preset.kind in ("matrices", "linear"):
                         matrix_view(shape, **view)
                 except (AttributeError, LookupError, TypeError, ValueError):
-                    # An error means that the module is another version of the type, or an unrelated class with the same
-                    # name.
+                    # An error in the preset's `view` function or in `matrix_view` means that the module is another
+                    # version of the type, or an unrelated class with the same name.
                     continue
                 inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
                 return cls(preset.kind, preset.what, view, inputs, preset.decays)
@@ -142,7 +142,8 @@ def _conv1d(layer: Any, shape: Ints) -> _View:
 
 def _stack(experts: Any, _: Ints) -> _View:
     named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
-    is_inputs_first = getattr(experts, "is_transposed", named)  # True if the stack has shape (E, inputs, outputs)
+    # True if the experts' weights are stored with shape (E, inputs, outputs)
+    is_inputs_first = getattr(experts, "is_transposed", named)
     return {"view": "stack", **({"transposed": True} if is_inputs_first else {})}
 
 
@@ -264,7 +265,7 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # Presets for experts, which match known classes and any class with the attributes in which the library transformers
+    # Presets for experts. They match known classes, and any class with the attributes in which the library transformers
     # records the order of stored weights.
     *(
         preset

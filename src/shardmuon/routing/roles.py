@@ -220,10 +220,11 @@ def _convolution(place: Place, shape: Ints) -> Role:
     """
     module: Any = place.module
     groups: int = module.groups
-    num_inputs = shape[0] // groups if module.transposed else shape[1]  # number of input channels of each group
+    # number of input channels of each group of the convolution
+    num_inputs = shape[0] // groups if module.transposed else shape[1]
     if groups > 1 and num_inputs == 1:
         return Role("entries", "depthwise convolution", {"view": "flatten"})
-    # Channels of different groups never mix, so each group is a separate linear map.
+    # The groups of a convolution never mix their channels, so each group is a separate linear map.
     view: dict[str, Any] = {"view": "flatten", "split_sizes": groups} if groups > 1 else {"view": "flatten"}
     matrix = matrix_view(shape, **view).matrices[0]
     if min(matrix.rows, matrix.cols) == 1:
