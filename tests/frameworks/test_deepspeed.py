@@ -91,8 +91,8 @@ def _stepped(case: Case) -> float:
                 mine["lr"] = theirs["lr"] if "scheduler" in case.config else mine["lr"]
             job.step(number)
         job.check()
-        # The comparison is only meaningful if the reference weights have moved. With lr 0.02, a single-row matrix moves
-        # by at least 0.0136, because its update has a norm of at least 0.68.
+        # The comparison with the dense reference is meaningful only if the reference weights have moved. With lr 0.02,
+        # a single-row matrix moves by at least 0.0136, because its update has a norm of at least 0.68.
         assert min(float((job.dense.get_parameter(n) - job.start[n]).norm()) for n in MUON) > 0.013
         assert ("scheduler" in case.config) == (job.optimizer.param_groups[0]["lr"] != case.groups[0][1]["lr"])
         if case.clip:
@@ -278,7 +278,8 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
 
 
 # On loading, DeepSpeed matches parameter groups by their order, and with ZeRO stage 3, it gives the first group's
-# options to all groups. TURNED begins with an AdamW group, to check that each group still gets its own options.
+# options to all groups. TURNED lists the groups of JOINED in another order, beginning with an AdamW group, to check
+# that each group still gets its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 
@@ -321,8 +322,8 @@ def _audited(stage: int) -> None:
         for number, plant in enumerate((nullcontext, _halved)):
             with _heard() as found, plant():
                 job.train(number)
-            # The matrix "tiny" has only two elements. When its update is halved, the audit may therefore report a
-            # different fault for it.
+            # The matrix "tiny" has only two elements. When its update is halved, the audit may therefore attribute the
+            # difference to another fault.
             names = {finding.name for finding in found if finding.where != "tiny"}
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
@@ -523,7 +524,8 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            # Clear `_flats`, as loading a checkpoint does, so that the step repeats all of its preparations.
+            # Clear `_flats`, the descriptions of DeepSpeed's flat buffers, as loading a checkpoint does, so that the
+            # step repeats all of its preparations.
             if host._num_stepped in (0, len(host._flats)):
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)
@@ -532,7 +534,9 @@ def _faults_on_one_rank(stage: int) -> None:
         known, passed = plant_in_all(job.optimizer, lambda: job.step(next(numbers)))
         assert {"_attach", "_begin", "_slices_of", "_make_shard", "_differs_from_model", "_refuse_options"} <= {*known}
         assert passed == []
-        job.check()  # `check` passes only if the steps that raised an error changed nothing.
+        # `check` compares the weights with the dense reference, so it passes only if the steps that raised an error
+        # changed nothing.
+        job.check()
 
 
 @pytest.mark.parametrize("stage", [1, 3])

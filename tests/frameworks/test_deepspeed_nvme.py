@@ -31,9 +31,9 @@ swaps = pytest.mark.skipif(
 )
 MIB = 2**20
 
-# The sub-groups are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of "a" is exactly 1 MiB,
-# the smallest size that is swapped. The parameters c, v, w and heads stay in memory. The parameter e is too small to be
-# swapped by itself, but its sub-group is swapped.
+# DeepSpeed's sub-groups of parameters are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of
+# "a" is exactly 1 MiB, the smallest size that is swapped. The parameters c, v, w and heads stay in memory. The
+# parameter e is too small to be swapped by itself, but its sub-group is swapped.
 SHAPES: Shapes = {
     "a": (512, 1024),
     "b": (700, 768),

@@ -61,7 +61,8 @@ def job(
 
 def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: dict[str, Any]) -> dict[str, Any]:
     """Train three steps and compare each with the dense optimizer. Return the number of matrices orthogonalized on this
-    rank, the sets of ranks that share work in its plans, and a description of the shards that Megatron reports."""
+    rank, the sets of ranks that share work according to this rank's plans, and a description of the shards that
+    Megatron reports."""
     with megatron(**sizes):
         made = job(sizes, dtype, distributed, ddp=ddp)
         for step in range(3):
@@ -258,8 +259,9 @@ def _groups() -> list[list[Any]]:
 
 @needs_megatron
 def test_pipeline_stages_list_the_same_groups_and_treat_tied_embeddings_alike(world2: RankPool) -> None:
-    """All ranks must raise an error for an override that matches no parameter of any stage, and for an override that
-    raises an exception on one stage."""
+    """Both pipeline stages must list the same parameter groups. All ranks must raise an error for a routing override
+    whose pattern matches no parameter of any stage, and for an override whose function raises an exception on one
+    stage."""
     first, last = world2.run(_groups)
     assert first[:3] == last[:3] and first[3] != last[3]
 
@@ -391,7 +393,8 @@ def _load(
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        # Ranks whose rank numbers are equal modulo len(wanted) have the same parameters.
+        # Ranks whose rank numbers are equal modulo len(wanted) have the same parameters and therefore the same expected
+        # weights.
         expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 

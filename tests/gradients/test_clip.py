@@ -171,12 +171,12 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
     for order in ORDERS:
         assert _combine(values, order) == _combine(values[::-1], order) == _combine(sorted(values), order)
-    # Rounding occurs when the two values are scaled and squared, when the squares are added, and when the square root
-    # is scaled back.
+    # `_combine` rounds when it scales and squares the two values, when it adds the squares, and when it scales the
+    # square root back.
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    # The computed norm is the rounded root of an exact sum, and the expected sqrt(2) is rounded as well.
+    # `_combine` returns the rounded root of an exact sum, and the expected value sqrt(2) is rounded as well.
     assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 
@@ -208,7 +208,7 @@ def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
 
 
 class Job(NamedTuple):
-    """The arguments of one rank's call of clip_grad_norm_, and the expected norm or error."""
+    """The arguments that one rank passes to clip_grad_norm_, and the expected norm or error."""
 
     source: Any
     wanted: float | str
@@ -217,7 +217,8 @@ class Job(NamedTuple):
 
 
 class Data:
-    """Parameters and gradients on the four ranks of a 2 x 2 mesh. Jobs are created from them."""
+    """Parameters and gradients on the four ranks of a 2 x 2 mesh, from which the arguments of clip_grad_norm_ are
+    built."""
 
     def __init__(self) -> None:
         self.rank, self.mesh, self.flat = dist.get_rank(), mesh_of((2, 2)), mesh_of((4,))
@@ -400,8 +401,8 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# CHANGES lists the ways in which some ranks change the arguments of a call. After "nothing" and "other tensors", the
-# call must still succeed.
+# CHANGES lists the ways in which some ranks change the arguments that they pass to clip_grad_norm_. After the changes
+# "nothing" and "other tensors", the call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
@@ -417,7 +418,8 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        # At least one of the ranks that share a tensor keeps its original arguments.
+        # Change the arguments of clip_grad_norm_ on some of the ranks that share a tensor, never on all of them, so
+        # that the ranks disagree.
         if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}

@@ -218,7 +218,8 @@ def _flat(start: int, size: int) -> nn.Parameter:
     return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
-# Each key is the text of an expected error. Its value gives the first element and the size of every rank's range.
+# Each key is the text of an expected error. Its value lists, for every rank, the first element and the number of
+# elements of the rank's range in the flattened tensor.
 FLAT = {
     "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 10), (12, 10), (22, 2), (24, 0)],
     "overlap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 12), (10, 12), (22, 2), (24, 0)],

@@ -62,10 +62,10 @@ def test_flops_are_those_that_torch_counts(
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "with_n", "small"),
-    [  # `with_n` counts multiples of m^2 n, and `small` multiples of m^3, for m = 128. No restart is needed in fp64.
+    [  # For m = 128, the FLOPs estimate is with_n * m^2 n + small * m^3. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 20, 10),
         ("gram", KELLER, FP64, 512, 4, 34),
-        # In fp32, the Gram form restarts once, with a new Gram matrix of the updated X.
+        # In fp32, the Gram form restarts once, with a new Gram matrix of the updated iterate X.
         ("gram", POLAR, FP32, 512, 8, 28),
         # In fp16 and with n/m above 7/3, the restart of the Gram form is local. It takes 4 m^2 n + 28 m^3 FLOPs, plus 8
         # m^3 for split matmuls and 2 m^3 to merge the Q factors.
@@ -209,7 +209,7 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
         flags.fp32_precision = before
 
 
-# The deprecation warning comes from torch 2.11 itself, not from shardmuon.
+# torch 2.11 itself, not shardmuon, causes the DeprecationWarning about torch.jit.script_method.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_not_traced() -> None:
     import torch._dynamo

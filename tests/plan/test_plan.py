@@ -92,7 +92,7 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    # At this scale, a single matrix accounts for 60% of the mean load of a rank, so the load of one rank may be far
+    # With 1024 ranks, a single matrix accounts for 60% of the mean load of a rank, so the load of one rank may be far
     # above the mean.
     assert 0 < sent < 20 * mean
 
@@ -111,7 +111,7 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
     owners = [len({plan.items[n].owners for n in bucket.items}) for bucket in plan.buckets]
     assert owners == [min(ranks, 7 * 32)] * buckets
     costs = [max(plan.items[n].cost for n in b.items) for b in plan.buckets]
-    # Buckets must be sorted by cost, in ascending or descending order.
+    # Buckets must be sorted by the cost of their most expensive matrix, in ascending or descending order.
     assert costs in (sorted(costs), sorted(costs, reverse=True))
 
 

@@ -137,8 +137,8 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Clip twice while rank 2 passes different arguments, has lost its cached table, or has replaced a weight. Return
-    the error messages. Afterwards, a call with equal arguments on all ranks must succeed."""
+    """Clip twice while rank 2 passes different arguments, has no Scaler from an earlier call, or has replaced a weight.
+    Return the error messages. Afterwards, a call with equal arguments on all ranks must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
     _both_clip(job, twin, 0, **beyond)
@@ -192,7 +192,8 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
     """Run `reduce` once for each function that it enters before the vote, raising an exception in this function on one
     rank. Return the functions whose exception went unnoticed, and the number of exceptions that caused an error on all
-    ranks. If `first` is True, the cached table is deleted before each call."""
+    ranks. If `first` is True, the scaler's cached table of which ranks store which weights is deleted before each
+    call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -235,7 +236,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     _both_clip(job, twin, 0)
     held = [local_if_any(p).detach().clone() for p in job.specs]
     state = copy.deepcopy(job.optimizer.state_dict())
-    # A single rank does not vote, so exceptions are raised in the functions that `apply_` calls.
+    # A single rank does not vote, so exceptions are raised in the functions called by `apply_`, which scales the
+    # weights.
     begin = "reduce" if dist.get_world_size() > 1 else "apply_"
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]

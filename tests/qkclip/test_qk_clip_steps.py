@@ -121,8 +121,8 @@ def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None, in_a_clo
     wanted = plain.step(1, 2, 3)
     job.optimizer.step(run if in_a_closure else run())
     assert_measured(job.clip, wanted)
-    # Only `_in_turn` sums the gradients in the same order as `plain.step`, so the weights are compared only for
-    # `_in_turn`.
+    # Only `_in_turn`, which runs one backward pass per loss, sums the gradients in the same order as `plain.step`. The
+    # weights are therefore compared only for `_in_turn`.
     if how is _in_turn:
         assert_bitwise(job.weights(), plain.weights())
 

@@ -75,7 +75,8 @@ class Case(NamedTuple):
 
 
 def why(**reasons: str) -> dict[str, dict[str, object]]:
-    """Return the expected reasons, keyed by weight name. In the arguments, "__" stands for a dot."""
+    """Return the expected reasons for the routing of parameters, keyed by weight name. In the arguments, "__" stands
+    for a dot."""
     return {f"{name.replace('__', '.')}.weight": {"reason": reason} for name, reason in reasons.items()}
 
 
@@ -224,7 +225,8 @@ def small(name: str, param: Tensor, module: nn.Module) -> bool:
     return name.startswith("layers.0") and param.shape[0] == 8 and isinstance(module, nn.Linear)
 
 
-# There are two query groups. Each group has four query heads, one key head and one value head. The head size is 2.
+# The fused QKV weight has two query groups. Each group has four query heads, one key head and one value head. The head
+# size is 2.
 _QKV = {"split_sizes": [8, 2, 2], "split_groups": 2}
 _TURNED = {"transposed": True}
 _PAIRS: dict[str, object] = {**_ADAMW, "reason": "last dim of 2: pairs of numbers, as complex ones are kept"}
@@ -567,7 +569,7 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
     arguments = {*ONLY_MUON.difference(VIEW_DEFAULTS), *vars(MuonConfig()), "process_group", *routing}
-    # The argument `unknown` collects misspelled options.
+    # Muon's argument `unknown` collects misspelled options.
     assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {

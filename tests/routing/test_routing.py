@@ -266,8 +266,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 _STRANGE = MODEL + "\nbuilt.rates = nn.Parameter(__import__('torch').zeros(6, 4))\n"
-_LINES = "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear"  # Each * stands for a layer number.
-# Each case gives the arguments, the source code of the model, the exit code, and the expected output.
+# In the expected output, each * stands for a layer number.
+_LINES = "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear"
+# Each case gives the arguments of the command `route`, the source code of the model file, the exit code, and a part of
+# the expected output.
 COMMANDS_OF_ROUTE: list[tuple[list[str], str, int, str]] = [
     *(([name], MODEL, 0, _LINES) for name in ("route_example:build", "route_example.py:build", "route_example:built")),
     (["route_example:built"], MODEL, 0, "Muon: 6 parameters, 6 matrices, 384 elements"),

@@ -1,8 +1,6 @@
-"""Run an example on ranks. On each rank, record the optimizer's plan, the number of Newton-Schulz runs, the findings of
-an audit, and the final weights.
-
-Importing the frameworks takes seconds, so the process from which ranks are forked imports all of them.
-"""
+"""Functions that run an example on ranks and record the optimizer's plan, the number of Newton-Schulz runs, the
+findings of an audit, and the final weights on each rank. Importing the frameworks takes seconds, so the process from
+which ranks are forked imports all of them."""
 
 from __future__ import annotations
 

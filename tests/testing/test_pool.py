@@ -43,8 +43,8 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Return the number of this
-    rank."""
+    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Return this rank's
+    number."""
     rank = dist.get_rank()
     match how if rank in ranks else then:
         case "raise":
@@ -240,7 +240,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
 
 def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:
     pids = {size: RankPool.cached(size).run(os.getpid) for size in (1, 2)}
-    for size in (5, 1, 6, 7):  # Requesting a pool does not start its ranks.
+    for size in (5, 1, 6, 7):  # Requesting a pool of ranks does not start the ranks.
         RankPool.cached(size)
     assert RankPool.cached(1).run(os.getpid) == pids[1]
     assert wait_until(lambda: not any(map(is_running, pids[2])))

@@ -112,7 +112,7 @@ def one_patch(model: Any) -> Any:
 
 
 # With a single token, the softmax is 1, so v gets a gradient while q and k get none. Each row gives a weight, a
-# function that runs the model, and whether each part of the weight must have no gradient.
+# function that runs the model, and for each part of the weight, whether the part must have no gradient.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
     "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),
