@@ -103,8 +103,9 @@ def _stepped(case: Case) -> float:
 
 
 def _check_straddling(job: Job) -> None:
-    """Check that the matrix "b" is split over both ranks, and that both ranks have the same plans, which list every
-    matrix. DeepSpeed's function for reading optimizer state must return the same momentum as the dense reference."""
+    """Check that both ranks store elements of the matrix "b", and that both ranks have the same plans, in which every
+    matrix is listed. DeepSpeed's function for reading optimizer state must return the same momentum as the dense
+    reference."""
     ranks: list[Any] = [None] * 2
     held = {n for known in job.host._flats.values() for n, part, _ in known.parts if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
@@ -437,7 +438,8 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         assert job.said(2).startswith(refused) and job.said(3).startswith(refused)
         assert time.monotonic() - began < PROMPT and len(job.optimizer.param_groups) == len(GROUPS)
         job.engine.load_checkpoint(folder, tag="here")
-        # DeepSpeed still has the gradients of the step that raised an error, so discard them.
+        # DeepSpeed still has the gradients of the step that raised an error. Discard these gradients before the next
+        # step.
         job.engine.optimizer.zero_grad()
         job.step(1)
         job.check(MUON)
@@ -455,7 +457,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
             partial(_in_a_step, _adamw_raises),
             "ExchangeError: .*does not answer or ValueError: planted in AdamW",
         ),
-        # The audit raises an error between the updates of two parameter groups, so the step is incomplete.
+        # The audit in this case raises an error between the updates of two parameter groups, so the step is incomplete.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
         # When loading fails on rank 1, the other ranks must raise as well. Otherwise they would wait in DeepSpeed's own
         # collectives, or continue training with the loaded state.

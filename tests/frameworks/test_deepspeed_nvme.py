@@ -125,8 +125,8 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
 
 
 def _resume(case: Case, folder: str, expected: dict[str, Tensor], before: int) -> None:
-    """Train `before` steps on different data, then load the checkpoint. The steps after loading must be bitwise
-    identical to those of the job that saved the checkpoint."""
+    """Train `before` steps on data that the saved job did not use, then load the saved job's checkpoint. The steps
+    after loading must be bitwise identical to those of the job that saved the checkpoint."""
     with started(case) as job:
         for number in range(before):
             job.train(100 + number)

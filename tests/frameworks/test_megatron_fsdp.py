@@ -57,8 +57,9 @@ class Unit(nn.ModuleDict):
 
 
 class Model(nn.Module):
-    """A model of two units, an embedding, a mixer and a head. `kind` is part of the units' parameter names, by which
-    Megatron-FSDP recognizes experts."""
+    """A model of three units that Megatron-FSDP wraps: two with up and down projections and a norm, and one with an
+    embedding, a linear layer named mixer, and a head. `kind` is part of the parameter names of the first two units, by
+    which Megatron-FSDP recognizes experts."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -34,8 +34,9 @@ def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
 
 
 def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
-    """Return, for each case, whether the placements are interpreted correctly. Cases on the same mesh share one module
-    and one call of `fully_shard`."""
+    """Shard a weight by FSDP2 over tensor parallelism for each case. Return, for each case, whether the placements
+    yield exactly the elements that this rank stores. Cases on the same mesh share one module and one call of
+    `fully_shard`."""
     fulls = [torch.arange(float(rows * cols)).view(rows, cols) for (rows, cols), _, _ in cases]
     params: dict[str, torch.Tensor] = {}
     for mesh_shape in dict.fromkeys(mesh for _, mesh, _ in cases):

@@ -22,7 +22,7 @@ from shardmuon.layout.views import Ints
 
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
     """Split `indices` into `before` equal shards, chunk each shard into `num_parts` parts, and return the indices in
-    part number `part` of every shard. `chunk` may return fewer parts than requested."""
+    the part with number `part` of every shard. `torch.chunk` may return fewer parts than requested."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
 

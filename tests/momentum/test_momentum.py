@@ -92,7 +92,8 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
     assert int(exact.sum()) >= 10 and int((~exact).sum()) >= 20
     gap = (high - low)[~exact]
-    assert bool((gap > 0).all())  # Over many repetitions, each value must sometimes be rounded down and sometimes up.
+    # Over many repetitions, stochastic rounding must sometimes round each value down and sometimes up.
+    assert bool((gap > 0).all())
     # The two values to which a number is rounded must be adjacent bf16 numbers.
     assert torch.equal(torch.nextafter(low[~exact].to(BF16), high[~exact].to(BF16)).double(), high[~exact])
     p = (x[~exact].double() - low[~exact]) / gap
@@ -236,7 +237,7 @@ def test_matrices_of_columns_are_refused(split: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks: int) -> None:
-    # torch.distributed.checkpoint expects the scales of 8-bit momentum to be sharded like any other tensor of their
+    # torch.distributed.checkpoint expects the scales of int8 momentum to be sharded like any other tensor of the same
     # shape.
     accepted, place = 0, OnMesh((num_ranks,), tuple(range(num_ranks)), (Shard(1),))
     for cols in (c for c in range(1, 2100) if c % BLOCK in (0, 1, 64, 120, 121, 124, 125, 126, 127)):

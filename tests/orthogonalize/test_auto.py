@@ -1,5 +1,5 @@
 """Tests of the automatic choice of the orthogonalizer, which is the same on every rank and is printed in the plan.
-Other tests check precision flags, wire dtypes and non-finite results."""
+Other tests check precision flags, the dtypes in which ranks exchange data, and non-finite results."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_compiled_step_is_not_traced() -> None:
 
 # --------------------------------------------------------------------------------------------- bits, and the wire
 
-WIRES = [  # Each row gives the method, the matmul dtype and the wire dtype.
+WIRES = [  # Each row gives the method, the dtype of matmuls and the wire dtype, the dtype in which ranks exchange data.
     ("standard", FP32, FP32),
     ("standard", BF16, BF16),
     ("standard", FP16, BF16),

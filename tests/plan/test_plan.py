@@ -116,8 +116,8 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
 
 
 def test_a_plan_says_who_does_what() -> None:
-    """If the methods of many matrices have the same reason, the printed plan states the reason only once. Reasons must
-    not change the digest of a plan."""
+    """If the methods of many matrices were chosen for the same reason, the printed plan must state the reason only
+    once. Reasons must not change the digest of a plan."""
     named = [one._replace(reasons=("measured 5 ms",)) for one in transformer(2, 2, 8)]
     plan, unnamed = make_plan(named, Policy()), make_plan(transformer(2, 2, 8), Policy())
     assert all(text in str(plan) for text in ("0.qkv", "24x8", "owner", "most loaded rank"))

@@ -119,7 +119,7 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
 
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
     """Rank 1 belongs to two sets of ranks and packs its local matrices from both sets into the same buckets. For each
-    set, it must compute the same digest as the ranks that belong only to that set."""
+    set, rank 1 must compute the same digest of the set's part of the plan as the ranks that belong only to that set."""
 
     def of_set(name: str, ranks: Ranks, num_experts: int) -> list[Spec]:
         stacks = [matrix_view((num_experts, rows, 6), view="stack") for rows in (4, 8)]

@@ -145,7 +145,7 @@ def _differing(what: str) -> list[str]:
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    # Ranks 2 and 3 share the weight, so both replace it with a weight of a different shape.
+    # Ranks 2 and 3 share the first weight, so both replace it with a weight of a different shape.
     elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))

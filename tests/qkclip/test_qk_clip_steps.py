@@ -39,8 +39,8 @@ class Job:
         return self.model(scale * normal(2, 5, 12, seed=seed)).square().mean()
 
     def step(self, *seeds: int) -> list[Tensor]:
-        """Take a step on the batches of the given seeds. Return the largest logit of each head in both layers, computed
-        in fp64."""
+        """Take an optimizer step on the batches drawn from the given seeds. Return the largest logit of each head in
+        both attention layers, computed in fp64."""
         first = [normal(2, 5, 12, seed=seed) for seed in seeds]
         with torch.no_grad():
             inputs = {0: first, 2: [self.model[:2](x) for x in first]}

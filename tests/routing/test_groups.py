@@ -61,10 +61,10 @@ class Case(NamedTuple):
 
     Attributes:
         model: Function that builds the model.
-        rows: Parameter name -> expected fields of its routing row.
-        says: A pattern for each expected warning.
-        overrides: The user's overrides.
-        muon: Names of all parameters that go to Muon; None to skip this check.
+        rows: Dict from parameter name to the expected fields of the parameter's row in the routing table.
+        says: Patterns, one for each expected warning.
+        overrides: The `overrides` argument for routing.
+        muon: Names of all parameters that go to Muon. If None, the test does not check these names.
     """
 
     model: Callable[[], nn.Module]
@@ -467,7 +467,8 @@ def over(pattern: str, choice: Any) -> tuple[Callable[[], Any], Any]:
 
 _WRAP = "Build the groups before wrapping"
 _NAMED = r"matches none of the model's 17 parameter names \(did you mean "
-# Each case gives a function that makes the model, overrides, and the type and message of the expected error.
+# Each case gives a function that makes a model, the overrides for its routing, and the type and message of the expected
+# error.
 REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (
         lambda: shared(conv=nn.Conv2d(8, 8, 1), deep=nn.Conv2d(8, 8, 1, groups=2)),
@@ -631,8 +632,8 @@ def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_
     assert given.matched is None and "no adamw_lr" not in str(given)
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
         assert param_groups(nn.LayerNorm(4), lr=0.5)[0]["lr"] == 0.5
-    # For this shape, the usual RMS of Muon's update is lr / 32, and that of AdamW's update is 0.2 lr. The ratio of the
-    # two is rounded to six digits.
+    # For a matrix of 1024 x 1024, the usual RMS of Muon's update is lr / 32, and that of AdamW's update is 0.2 lr. The
+    # ratio of the two is rounded to six digits.
     assert param_groups(linear(1024, 1024), lr=1.0).matched == float(f"{1 / 32 / 0.2:.6g}")
 
 

@@ -232,7 +232,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        time.sleep(0.5)  # The pause gives rank 0 time to raise and rank 1 time to reach the barrier.
+        time.sleep(0.5)  # The pause gives rank 0 time to raise an error and rank 1 time to reach the barrier.
         running = [is_running(pid) for pid in pids]
         parent.kill()
     assert running == [True, True] and wait_until(lambda: not any(map(is_running, pids)))
