@@ -228,7 +228,7 @@ class Data:
         self.rows, self.columns, self.own = ([normal(*size, seed=s) for s in range(4)] for size in sizes)
         self.shared, self.other, self.whole = normal(7, 2, seed=20), normal(2, 6, seed=21), normal(6, 3, seed=22)
         self.large = normal(16, 8, seed=23)
-        # All elements are integers, so that sums are exact in any order.
+        # The elements of `counts` are integers, so that sums of them are exact in any order.
         self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]
         self.row = _sharded(self.rows[self.rank // 2], self.mesh["a1"], Shard(0))
         self.column = _sharded(self.columns[self.rank % 2], self.mesh["a0"], Shard(1))
@@ -440,9 +440,9 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 
 def _by_turns() -> list[float]:
-    """Return the norms of three lists of two tensors each. The first tensor is the same in all lists; the second is
-    first sharded, then plain, then sharded again. Each list must get its own norm, even though the cache looks up a
-    list's description by its first tensor."""
+    """Return the gradient norms of three lists of two tensors each. The first tensor is the same in all lists; the
+    second is first sharded, then plain, then sharded again. Each list must get its own norm, even though the cache of
+    clip_grad_norm_ looks up a list's description by the list's first tensor."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))

@@ -42,11 +42,12 @@ def _beside_whole(shards: Mapping[str, tuple[tuple[int, ...], Shard, dict[str, A
     results are bitwise identical.
 
     Args:
-        shards: For each name, the full shape, the function that shards it, and its parameter group's options.
-        given: Options of the optimizer of the shards.
+        shards: Dict from parameter name to the full shape, the function that shards the parameter, and the options of
+            its parameter group.
+        given: Options of the optimizer that updates the shards.
 
     Returns:
-        The optimizer of the shards.
+        The optimizer that updates the shards.
     """
     ours, theirs, pairs = list[Any](), list[Any](), []
     for seed, (name, (shape, cut, options)) in enumerate(shards.items()):

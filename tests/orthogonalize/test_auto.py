@@ -52,11 +52,12 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = flops(method, m, n, coefficients, dtype, device)
-    # In emulated fp16, a restart computes full matmuls instead of split ones, so it takes fewer FLOPs than estimated.
+    # In emulated fp16, a restart of the Gram form computes full matmuls instead of split ones, so it takes fewer FLOPs
+    # than estimated.
     if method == "gram" and dtype == FP16:
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        # The FLOPs estimate is not exact, because row blocks may have unequal sizes.
+        # The FLOPs estimate is not exact, because the row blocks of symmetric matmuls may have unequal sizes.
         assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 
@@ -189,8 +190,8 @@ def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatc
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
 def test_long_schedules_do_not_break_down_in_fp16(name: str, steps: int) -> None:
-    """Singular values must be near 1 after long schedules in fp16. Restarts keep rounding noise in the null space from
-    overflowing, so no fallback is needed."""
+    """Singular values must be near 1 after long schedules in fp16. The restarts of the Gram form keep rounding noise in
+    the null space from overflowing, so that no fallback is needed."""
     x = spectrum("rank 16", 128, 512)
     found = orthogonalize(x[None].float(), schedule(name, steps).triples, method="gram", dtype=FP16)[0]
     values = torch.linalg.svdvals(found.double())

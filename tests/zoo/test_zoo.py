@@ -135,8 +135,8 @@ def test_only_values_matter_to_a_single_token(name: str) -> None:
         assert is_silent or (part.abs().amax(1) > 0).all()
 
 
-# If the gate's weight is zero, the part that it gates gets no gradient. With an open gate, every row of that part gets
-# one.
+# If the gate part of a fused weight is zero, the part that it gates gets no gradient. With an open gate, every row of
+# the gated part gets a gradient.
 GATED = {
     "Phi-3": ("model.layers.0.mlp.gate_up_proj.weight", 0, 1),
     "Qwen3-MoE": ("model.layers.0.mlp.experts.gate_up_proj", 0, 1),
@@ -154,7 +154,7 @@ def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
     model = made(MODELS[name]).eval()
     param = dict(model.named_parameters())[weight]
     per_expert = 4 if name == "Qwen3-Next" else 2
-    # With 32 tokens, the router chooses every expert at least once, so every expert gets a gradient.
+    # With 32 tokens, the model's router chooses every expert at least once, so every expert gets a gradient.
     tokens = torch.arange(3, 35)[None]
 
     def run(model: Any) -> Any:
