@@ -98,8 +98,8 @@ PARTS = {
 
 @contextmanager
 def _autotp() -> Iterator[None]:
-    """Run the body with DeepSpeed's log output disabled. On exit, reset DeepSpeed's AutoTP mode and process groups,
-    because later engines in the same processes would use them."""
+    """Run the body of the `with` statement with DeepSpeed's log output disabled. On exit, reset DeepSpeed's AutoTP mode
+    and process groups, because later engines in the same processes would use them."""
     with quiet():
         try:
             yield

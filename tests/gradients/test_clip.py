@@ -55,8 +55,8 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Return the reference for every layout: for each norm order, the gradients in a single process, their norm, and
-    the clipped gradients."""
+    """Return the reference for every layout. For each norm order, the reference consists of the gradients in a single
+    process, their norm, and the clipped gradients."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):

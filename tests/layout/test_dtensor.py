@@ -26,7 +26,7 @@ Case = tuple[tuple[int, int], tuple[int, ...], int]
 
 
 def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
-    """Return whether the elements derived from the placements are exactly those that this rank stores."""
+    """Return whether the elements derived from the DTensor's placements are exactly those that this rank stores."""
     assert isinstance(param, DTensor)
     storage, (shape, place) = engine_of(param).storage(param), DTensorEngine().claim(param, {}).form
     held, implied = place.reading(shape)[dist.get_rank()]

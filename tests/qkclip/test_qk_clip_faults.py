@@ -203,7 +203,8 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
         job.scaler._bound = None if first else job.scaler._bound
         job.reduce(1)
 
-    # On two ranks, an exception is raised in every function. On more ranks, it is raised only in every sixth function.
+    # On two ranks, an exception is raised in every function that `reduce` enters. On more ranks, an exception is raised
+    # only in every sixth of these functions.
     known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]
     found = plant(call, known, "reduce", job.held, again=first)
     _both_clip(job, twin, 2)

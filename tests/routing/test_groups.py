@@ -216,8 +216,8 @@ def beside(*models: nn.Module) -> Callable[[], nn.Module]:
 
 
 def turned_over(*names: str) -> tuple[str, ...]:
-    """Return the expected warnings for experts that seem to be stored transposed, because no router matches their
-    shape."""
+    """Return the warnings expected for experts that have no router of matching shape and therefore seem to be stored
+    transposed."""
     return tuple(rf'parameter of Experts.*"{re.escape(n)}": "muon"\}}; \{{"transposed": True\}} if' for n in names)
 
 

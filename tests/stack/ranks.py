@@ -144,8 +144,8 @@ def _watching() -> Seen:
                 checks.append(audit(optimizer, samples=1000))
 
     def on_end(optimizer: Any, args: Any, kwargs: Any) -> None:
-        # torch's checkpoint functions call `step` to create state. Muon makes no plan for such a step, so it is not
-        # recorded.
+        # torch's checkpoint functions call `step` to create state. Muon makes no plan for such a step, so the step is
+        # not recorded.
         if isinstance(optimizer, Muon) and optimizer.plans:
             seen.runs.append(optimizer.traffic.orthogonalized - before)
             _look(optimizer, seen)

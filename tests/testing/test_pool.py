@@ -76,8 +76,8 @@ def awkward_tensors() -> dict[str, Tensor]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is running. A process that ends after the signal was sent and before /proc is read
-    counts as ended. Without /proc, a zombie counts as running."""
+    """Return whether a process is running. A process that ends between the first check (signal 0) and the second
+    (/proc) counts as ended. Without /proc, a zombie counts as running."""
     try:
         os.kill(pid, 0)
         try:

@@ -88,8 +88,8 @@ def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], th
 
 
 def test_packed_slots_would_be_found() -> None:
-    """Negative control: if slots are packed without alignment, the search must find differences, either with narrower
-    instructions or with this CPU's own."""
+    """Negative control: if slots are packed without alignment, the search must find differences, either with a narrower
+    set of CPU instructions or with this CPU's own."""
     assert _elsewhere(_OTHER_INSTRUCTIONS, 1, 3, True)[1] or found_with(torch.get_num_threads(), 3, True)[1]
 
 

@@ -1,5 +1,5 @@
-"""Tests of the tolerances: each accepts the rounding errors of every dtype, and rejects errors that are ten times
-larger."""
+"""Tests of tests/tolerances.py: each tolerance accepts the rounding errors of every dtype, and rejects errors that are
+ten times larger."""
 
 from __future__ import annotations
 
