@@ -109,7 +109,8 @@ def test_layers_are_told_from_their_experts() -> None:
 def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
     """Each rank of DeepSeek-V3 on the mesh "shard=64 ep=8" stores 4 experts of 3 matrices in each of 58 layers with
     experts. At least 95% of these matrices are updated without communication, in at most 17 buckets instead of 348
-    small ones. The batches of a bucket take at most 1/32 as much memory as the rank's momentum."""
+    small ones. The batches in which the matrices of a bucket are orthogonalized take at most 1/32 as much memory as the
+    rank's momentum."""
     for c in Exact.of_job("deepseek-v3", "shard=64 ep=8").classes:
         local = [bucket for bucket in c.buckets if bucket.route == "local"]
         assert len(local) <= 17 and not any(side.bytes for bucket in local for side in bucket.sent)
@@ -131,14 +132,16 @@ def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    # `seconds` is the target for the planning time on one core. In measurements, planning took 1.1 and 7.3 seconds.
+    # `seconds` is the target planning time on one core. In measurements, planning took 1.1 s for the first job and 7.3
+    # s for the second.
     ("model", "mesh", "seconds"),
     [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )
 def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float) -> None:
     start = time.process_time()
     exact = Exact.of_job(model, mesh)
-    # The limit is twice the target, because other work on the machine slows planning down through the shared caches.
+    # The test allows twice the target planning time, because other work on the machine slows planning down through the
+    # shared caches.
     assert time.process_time() - start < 2 * seconds
     assert sum(c.count for c in exact.classes) == exact.world
     assert sum(c.count * c.muon_elements for c in exact.classes) == exact.muon_params

@@ -29,8 +29,8 @@ SHIPPED = Hardware.load("h100")
 
 
 def _known(rows: dict[float, Sequence[Sequence[float]]], slope: float = 0.0, verified: bool = True) -> Any:
-    """Return a table like those in a hardware file. `rows` maps each aspect ratio to its rows (size, low, middle,
-    high)."""
+    """Return a table like those in a hardware file. `rows` maps each aspect ratio to rows (size, low, middle, high),
+    which give three estimates of a hardware number at each size."""
     return replace(SHIPPED["link"], source="made for tests", verified=verified, rows=rows, slope=slope)  # type: ignore[type-var]
 
 
@@ -53,9 +53,9 @@ SURFACE = _known({1.0: [(10, 1.0, 1.0, 1.0)], 4.0: [(10, 16.0, 16.0, 16.0)]})
         (RATE, (1_000,), (2.0, 2.0, 2.0), True),
         (TIME, (1_000,), (20.0, 20.0, 20.0), True),
         (RATE, (1,), (1.0, 1.0, 1.0), True),
-        # Below the smallest measured size, the predicted time is pure latency and therefore constant.
+        # Below the smallest size in the measurement table, the predicted time is pure latency and therefore constant.
         (TIME, (1,), (1.0, 1.0, 1.0), False),
-        # A table with several aspect ratios is interpolated over sizes first, then over aspect ratios.
+        # A measurement table with several aspect ratios is interpolated over sizes first, then over aspect ratios.
         (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),
         (SURFACE, (10, 1.0), (1.0, 1.0, 1.0), False),
         (SURFACE, (10, 9.0), (16.0, 16.0, 16.0), True),
@@ -133,8 +133,8 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
-    """A partly filled batch is padded with zeros, so its predicted time must be that of a full batch. The predicted
-    time of a batch of tiny matrices must be the launch latency of its kernels."""
+    """A partly filled batch of matrices is padded with zeros, so its predicted time must be that of a full batch. The
+    predicted time of a batch of tiny matrices must be the launch latency of its kernels."""
     machine, size = Hardware.load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
@@ -182,7 +182,8 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
     assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
-    # Beyond the largest number of ranks measured, the slowdown is assumed to grow in proportion to the number of ranks.
+    # The factor by which computation slows down when several ranks of a node compute at once is assumed to grow in
+    # proportion to the number of ranks beyond the largest number measured.
     assert rates.slowdown(4).tolist() == [3.0] * 3
     assert len(rates.extrapolated) == 3
 
@@ -269,16 +270,16 @@ def _machine(certain: bool = False) -> Hardware:
 
 
 def _but(without: str, given: dict[str, Any]) -> Hardware:
-    """Return the hardware of `_machine` with the numbers in `given` added or replaced. Numbers whose name contains the
-    word given as `without` are left out; for example, without="peak" leaves out every peak rate."""
+    """Return the hardware numbers of `_machine` with those in `given` added or replaced. Numbers whose name contains
+    the word given as `without` are left out; for example, without="peak" leaves out every peak rate."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Return the exact counts for a job in which four ranks share eight matrices of `rows` x 4096 and a vector of 4,000
-    elements."""
+    """Return the exact counts of what each rank stores, sends and computes in a job in which four ranks share eight
+    matrices of `rows` x 4096 and a vector of 4,000 elements."""
     with torch.device("meta"):
         model: nn.Module = nn.Sequential(*(nn.Linear(4096, rows, bias=False) for _ in range(8)), nn.RMSNorm(4000))
     return Exact.of_job(model, "shard=4", method="standard", ns_dtype=torch.bfloat16)

@@ -1,4 +1,5 @@
-"""Tests whether published measurements fall inside the predicted intervals."""
+"""Tests of the table of published measurements: every row is complete, its predicted interval is the one that is
+computed, and it says correctly whether the measurement falls inside this interval."""
 
 from __future__ import annotations
 

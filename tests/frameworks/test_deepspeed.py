@@ -91,8 +91,8 @@ def _stepped(case: Case) -> float:
                 mine["lr"] = theirs["lr"] if "scheduler" in case.config else mine["lr"]
             job.step(number)
         job.check()
-        # The comparison is only meaningful if the reference weights have moved. With lr 0.02, a single-row matrix moves
-        # by at least 0.0136, because its update has a norm of at least 0.68.
+        # The comparison with the dense reference is meaningful only if the reference weights have moved. With lr 0.02,
+        # a single-row matrix moves by at least 0.0136, because its update has a norm of at least 0.68.
         assert min(float((job.dense.get_parameter(n) - job.start[n]).norm()) for n in MUON) > 0.013
         assert ("scheduler" in case.config) == (job.optimizer.param_groups[0]["lr"] != case.groups[0][1]["lr"])
         if case.clip:
@@ -103,8 +103,9 @@ def _stepped(case: Case) -> float:
 
 
 def _check_straddling(job: Job) -> None:
-    """Check that the matrix "b" is split over both ranks, and that both ranks have the same plans, which list every
-    matrix. DeepSpeed's function for reading optimizer state must return the same momentum as the dense reference."""
+    """Check that both ranks store elements of the matrix "b", and that both ranks have the same plans, in which every
+    matrix is listed. DeepSpeed's function for reading optimizer state must return the same momentum as the dense
+    reference."""
     ranks: list[Any] = [None] * 2
     held = {n for known in job.host._flats.values() for n, part, _ in known.parts if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
@@ -278,7 +279,8 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
 
 
 # On loading, DeepSpeed matches parameter groups by their order, and with ZeRO stage 3, it gives the first group's
-# options to all groups. TURNED begins with an AdamW group, to check that each group still gets its own options.
+# options to all groups. TURNED lists the groups of JOINED in another order, beginning with an AdamW group, to check
+# that each group still gets its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 
@@ -321,8 +323,8 @@ def _audited(stage: int) -> None:
         for number, plant in enumerate((nullcontext, _halved)):
             with _heard() as found, plant():
                 job.train(number)
-            # The matrix "tiny" has only two elements. When its update is halved, the audit may therefore report a
-            # different fault for it.
+            # The matrix "tiny" has only two elements. When its update is halved, the audit may therefore attribute the
+            # difference to another fault.
             names = {finding.name for finding in found if finding.where != "tiny"}
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
@@ -436,7 +438,8 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         assert job.said(2).startswith(refused) and job.said(3).startswith(refused)
         assert time.monotonic() - began < PROMPT and len(job.optimizer.param_groups) == len(GROUPS)
         job.engine.load_checkpoint(folder, tag="here")
-        # DeepSpeed still has the gradients of the step that raised an error, so discard them.
+        # DeepSpeed still has the gradients of the step that raised an error. Discard these gradients before the next
+        # step.
         job.engine.optimizer.zero_grad()
         job.step(1)
         job.check(MUON)
@@ -454,7 +457,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
             partial(_in_a_step, _adamw_raises),
             "ExchangeError: .*does not answer or ValueError: planted in AdamW",
         ),
-        # The audit raises an error between the updates of two parameter groups, so the step is incomplete.
+        # The audit in this case raises an error between the updates of two parameter groups, so the step is incomplete.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
         # When loading fails on rank 1, the other ranks must raise as well. Otherwise they would wait in DeepSpeed's own
         # collectives, or continue training with the loaded state.
@@ -523,7 +526,8 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            # Clear `_flats`, as loading a checkpoint does, so that the step repeats all of its preparations.
+            # Clear `_flats`, the descriptions of DeepSpeed's flat buffers, as loading a checkpoint does, so that the
+            # step repeats all of its preparations.
             if host._num_stepped in (0, len(host._flats)):
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)
@@ -532,7 +536,9 @@ def _faults_on_one_rank(stage: int) -> None:
         known, passed = plant_in_all(job.optimizer, lambda: job.step(next(numbers)))
         assert {"_attach", "_begin", "_slices_of", "_make_shard", "_differs_from_model", "_refuse_options"} <= {*known}
         assert passed == []
-        job.check()  # `check` passes only if the steps that raised an error changed nothing.
+        # `check` compares the weights with the dense reference, so it passes only if the steps that raised an error
+        # changed nothing.
+        job.check()
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -31,9 +31,9 @@ swaps = pytest.mark.skipif(
 )
 MIB = 2**20
 
-# The sub-groups are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of "a" is exactly 1 MiB,
-# the smallest size that is swapped. The parameters c, v, w and heads stay in memory. The parameter e is too small to be
-# swapped by itself, but its sub-group is swapped.
+# DeepSpeed's sub-groups of parameters are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of
+# "a" is exactly 1 MiB, the smallest size that is swapped. The parameters c, v, w and heads stay in memory. The
+# parameter e is too small to be swapped by itself, but its sub-group is swapped.
 SHAPES: Shapes = {
     "a": (512, 1024),
     "b": (700, 768),
@@ -125,8 +125,8 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
 
 
 def _resume(case: Case, folder: str, expected: dict[str, Tensor], before: int) -> None:
-    """Train `before` steps on different data, then load the checkpoint. The steps after loading must be bitwise
-    identical to those of the job that saved the checkpoint."""
+    """Train `before` steps on data that the saved job did not use, then load the saved job's checkpoint. The steps
+    after loading must be bitwise identical to those of the job that saved the checkpoint."""
     with started(case) as job:
         for number in range(before):
             job.train(100 + number)

@@ -64,7 +64,8 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
         losses += [float(engine.train_batch(batches)) for _ in range(3)]
         stage = engine.grid.get_stage_id()
         engine.destroy()
-    # DeepSpeed keeps the pipeline topology in `mpu`. Reset it, because later engines in these processes would use it.
+    # DeepSpeed keeps the pipeline topology in the global variable `mpu` of its module `groups`. Reset the variable,
+    # because later engines in the same processes would use it.
     importlib.import_module("deepspeed.utils.groups").mpu = None
     return stage, len(before), ran, losses
 
@@ -97,8 +98,8 @@ PARTS = {
 
 @contextmanager
 def _autotp() -> Iterator[None]:
-    """Run the body with DeepSpeed's log output disabled. On exit, reset DeepSpeed's AutoTP mode and process groups,
-    because later engines in the same processes would use them."""
+    """Run the body of the `with` statement with DeepSpeed's log output disabled. On exit, reset DeepSpeed's AutoTP mode
+    and process groups, because later engines in the same processes would use them."""
     with quiet():
         try:
             yield

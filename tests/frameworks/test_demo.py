@@ -1,5 +1,6 @@
-"""Tests of the demo `examples/train.py`: training runs give the same result on every layout, the demo's bitwise check
-against a single process finds wrong steps, and evaluation on held-out files and the command line work."""
+"""Tests of the demo `examples/train.py`. Training runs must give the same result on every layout, and the demo's
+bitwise check against a single process must find wrong steps. Evaluation on held-out files and the command line are
+tested as well."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of predictions for ZeRO jobs: the digests, traffic and stored bytes predicted without starting ranks must equal
-those of real jobs."""
+"""Tests of predictions for ZeRO jobs: the plan digests, traffic and stored bytes predicted without starting ranks must
+equal those of real jobs."""
 
 from __future__ import annotations
 

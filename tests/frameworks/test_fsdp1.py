@@ -161,7 +161,8 @@ def test_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it_lost_w
         assert_refused(
             world4, "lacks ['second_moment'], which variant='normuon' keeps", _resumed_full, strategy, file, True
         )
-    saved = torch.load(file, weights_only=True)  # The same state must also load in a single process without FSDP1.
+    # The full state dict, saved with FSDP1, must also load in a single process without FSDP1.
+    saved = torch.load(file, weights_only=True)
     model = tied()
     optimizer = Muon(model, **OPTIONS, **KEEPING)
     model.load_state_dict(saved["model"])
@@ -354,7 +355,7 @@ def _mistake(case: str) -> None:
             optimizer.prepare()
     if case == "model gone":
         del model, net
-        gc.collect()  # FSDP's modules are part of reference cycles, so they are only freed by a garbage collection.
+        gc.collect()  # FSDP1's modules are part of reference cycles, so only a garbage collection frees them.
     optimizer.prepare()
     with model.no_sync():
         train(model, optimizer, range(1))
@@ -421,8 +422,8 @@ def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     assert_refused(world2, says, call, case)
 
 
-# By default, a fault is planted in every 9th function. PLANT_STRIDE=1 plants one in every function, which takes a
-# minute.
+# By default, an exception is raised in every 9th function that a step runs before its first collective. With
+# PLANT_STRIDE=1, an exception is raised in every function, which takes a minute.
 STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))
 
 
@@ -437,7 +438,7 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    # Two steps fill the caches first, because exceptions are planted in a step that uses cached results.
+    # Two steps fill the caches first, because exceptions must be raised in a step that uses cached results.
     for _ in range(2):
         run()
     return plant_in_all(optimizer, run, STRIDE)

@@ -27,7 +27,7 @@ from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool
 
 VARIANT = {"variant": "normuon+hyperball"}
-STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay, so it is turned off.
+STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay, so weight decay is turned off.
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 6,
     "moe_router_topk": 1,
@@ -61,7 +61,8 @@ def job(
 
 def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: dict[str, Any]) -> dict[str, Any]:
     """Train three steps and compare each with the dense optimizer. Return the number of matrices orthogonalized on this
-    rank, the sets of ranks that share work in its plans, and a description of the shards that Megatron reports."""
+    rank, the sets of ranks that share work according to this rank's plans, and a description of the shards that
+    Megatron reports."""
     with megatron(**sizes):
         made = job(sizes, dtype, distributed, ddp=ddp)
         for step in range(3):
@@ -99,8 +100,10 @@ def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
 
 STRIDES = {"self_attention.linear_proj": 1, "self_attention.linear_qkv": 1, "mlp.linear_fc1": 2, "mlp.linear_fc2": 1}
 STRADDLES = {"straddles", "cuts rows", "leaves out"}
-DENSE = [3 * 6]  # In each of 3 steps, the job orthogonalizes q, k, v, proj, fc1 and fc2 once, not once per replica.
-BOTH = [3 * 4, 3 * 2 * 6]  # Attention has four matrices. Each of the six experts has fc1 and fc2.
+# In each of 3 steps, the job orthogonalizes the matrices q, k, v, proj, fc1 and fc2 once, not once per replica.
+DENSE = [3 * 6]
+# The model's attention has four matrices. Each of its six experts has two matrices, fc1 and fc2.
+BOTH = [3 * 4, 3 * 2 * 6]
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
     # Each case gives the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the
@@ -198,8 +201,8 @@ def _hardly_anything() -> list[nn.Module]:
 
 
 def _of_models(models: Callable[[], list[nn.Module]], muon: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Take two steps. Return, for each optimizer, the number of elements stored on this rank and the number of matrices
-    orthogonalized on it."""
+    """Take two training steps on the given models. Return, for each Muon optimizer, the number of elements stored on
+    this rank and the number of matrices orthogonalized on this rank."""
     with megatron():
         made = Job(models=models(), muon=muon)
         for step in range(2):
@@ -258,8 +261,9 @@ def _groups() -> list[list[Any]]:
 
 @needs_megatron
 def test_pipeline_stages_list_the_same_groups_and_treat_tied_embeddings_alike(world2: RankPool) -> None:
-    """All ranks must raise an error for an override that matches no parameter of any stage, and for an override that
-    raises an exception on one stage."""
+    """Both pipeline stages must list the same parameter groups. All ranks must raise an error for a routing override
+    whose pattern matches no parameter of any stage, and for an override whose function raises an exception on one
+    stage."""
     first, last = world2.run(_groups)
     assert first[:3] == last[:3] and first[3] != last[3]
 
@@ -313,8 +317,8 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Pretend that TransformerEngine is installed, or that it is not. In the two cases, Megatron stores the step count
-    in different places."""
+    """Pretend that TransformerEngine is installed, or that it is not. Megatron stores the step count in a different
+    place in each of the two cases."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
@@ -391,7 +395,8 @@ def _load(
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        # Ranks whose rank numbers are equal modulo len(wanted) have the same parameters.
+        # Ranks whose rank numbers are equal modulo len(wanted) have the same parameters and therefore the same expected
+        # weights.
         expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 

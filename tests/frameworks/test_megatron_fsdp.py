@@ -57,8 +57,9 @@ class Unit(nn.ModuleDict):
 
 
 class Model(nn.Module):
-    """A model of two units, an embedding, a mixer and a head. `kind` is part of the units' parameter names, by which
-    Megatron-FSDP recognizes experts."""
+    """A model of three units that Megatron-FSDP wraps: two with up and down projections and a norm, and one with an
+    embedding, a linear layer named mixer, and a head. `kind` is part of the parameter names of the first two units, by
+    which Megatron-FSDP recognizes experts."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -303,8 +304,8 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# Each case gives a fault, a slice of the ranks with a nonempty shard that selects the ranks with the fault, and a
-# pattern for the error message.
+# Each case gives a function that plants a fault in a parameter, the ranks on which it is called (as a slice of the list
+# of ranks with a nonempty shard), and a pattern for the error message.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
     (partial(_shift, elements=-6), slice(-1, None), r"ranks \(.*\) store shapes .*leave a gap"),

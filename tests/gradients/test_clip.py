@@ -55,8 +55,8 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Return the reference for every layout: for each norm order, the gradients in a single process, their norm, and
-    the clipped gradients."""
+    """Return the reference for every layout. For each norm order, the reference consists of the gradients in a single
+    process, their norm, and the clipped gradients."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -171,12 +171,12 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
     for order in ORDERS:
         assert _combine(values, order) == _combine(values[::-1], order) == _combine(sorted(values), order)
-    # Rounding occurs when the two values are scaled and squared, when the squares are added, and when the square root
-    # is scaled back.
+    # `_combine` rounds when it scales and squares the two values, when it adds the squares, and when it scales the
+    # square root back.
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    # The computed norm is the rounded root of an exact sum, and the expected sqrt(2) is rounded as well.
+    # `_combine` returns the rounded root of an exact sum, and the expected value sqrt(2) is rounded as well.
     assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 
@@ -208,7 +208,7 @@ def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
 
 
 class Job(NamedTuple):
-    """The arguments of one rank's call of clip_grad_norm_, and the expected norm or error."""
+    """The arguments that one rank passes to clip_grad_norm_, and the expected norm or error."""
 
     source: Any
     wanted: float | str
@@ -217,7 +217,8 @@ class Job(NamedTuple):
 
 
 class Data:
-    """Parameters and gradients on the four ranks of a 2 x 2 mesh. Jobs are created from them."""
+    """Parameters and gradients on the four ranks of a 2 x 2 mesh, from which the arguments of clip_grad_norm_ are
+    built."""
 
     def __init__(self) -> None:
         self.rank, self.mesh, self.flat = dist.get_rank(), mesh_of((2, 2)), mesh_of((4,))
@@ -227,7 +228,7 @@ class Data:
         self.rows, self.columns, self.own = ([normal(*size, seed=s) for s in range(4)] for size in sizes)
         self.shared, self.other, self.whole = normal(7, 2, seed=20), normal(2, 6, seed=21), normal(6, 3, seed=22)
         self.large = normal(16, 8, seed=23)
-        # All elements are integers, so that sums are exact in any order.
+        # The elements of `counts` are integers, so that sums of them are exact in any order.
         self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]
         self.row = _sharded(self.rows[self.rank // 2], self.mesh["a1"], Shard(0))
         self.column = _sharded(self.columns[self.rank % 2], self.mesh["a0"], Shard(1))
@@ -400,8 +401,8 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# CHANGES lists the ways in which some ranks change the arguments of a call. After "nothing" and "other tensors", the
-# call must still succeed.
+# CHANGES lists the ways in which some ranks change the arguments that they pass to clip_grad_norm_. After the changes
+# "nothing" and "other tensors", the call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
@@ -417,7 +418,8 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        # At least one of the ranks that share a tensor keeps its original arguments.
+        # Change the arguments of clip_grad_norm_ on some of the ranks that share a tensor, never on all of them, so
+        # that the ranks disagree.
         if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
@@ -438,9 +440,9 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 
 def _by_turns() -> list[float]:
-    """Return the norms of three lists of two tensors each. The first tensor is the same in all lists; the second is
-    first sharded, then plain, then sharded again. Each list must get its own norm, even though the cache looks up a
-    list's description by its first tensor."""
+    """Return the gradient norms of three lists of two tensors each. The first tensor is the same in all lists; the
+    second is first sharded, then plain, then sharded again. Each list must get its own norm, even though the cache of
+    clip_grad_norm_ looks up a list's description by the list's first tensor."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))

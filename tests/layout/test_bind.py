@@ -128,8 +128,8 @@ def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """Shuffled ranks form up to three grids of process groups in 200 random cases. Every rank must reconstruct its
-    whole grid, although each rank reports only the two groups that it belongs to."""
+    """In each of 200 random cases, shuffled ranks form up to three grids of process groups. Every rank must reconstruct
+    its whole grid, although each rank reports only the two groups that it belongs to."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}
@@ -154,7 +154,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("known", "message"),  # `known` lists the pair (tp_group, process_group) for each of the ranks 0, 1, ..
+    ("known", "message"),  # `known` lists the pair (tp_group, process_group) known to each of the ranks 0, 1, ..
     [
         ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
         ([(AB, A_C), (AB, B_D), (CD, A_C), ((3,), (3,))], r"rank 3 has tp_group \(3,\) and process_group \(3,\)"),

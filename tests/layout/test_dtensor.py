@@ -26,7 +26,7 @@ Case = tuple[tuple[int, int], tuple[int, ...], int]
 
 
 def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
-    """Return whether the elements derived from the placements are exactly those that this rank stores."""
+    """Return whether the elements derived from the DTensor's placements are exactly those that this rank stores."""
     assert isinstance(param, DTensor)
     storage, (shape, place) = engine_of(param).storage(param), DTensorEngine().claim(param, {}).form
     held, implied = place.reading(shape)[dist.get_rank()]
@@ -34,8 +34,9 @@ def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
 
 
 def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
-    """Return, for each case, whether the placements are interpreted correctly. Cases on the same mesh share one module
-    and one call of `fully_shard`."""
+    """For each case, shard a weight with FSDP2 over tensor parallelism, and return whether its placements describe
+    exactly the elements that this rank stores. Cases on the same mesh share one module and one call to
+    `fully_shard`."""
     fulls = [torch.arange(float(rows * cols)).view(rows, cols) for (rows, cols), _, _ in cases]
     params: dict[str, torch.Tensor] = {}
     for mesh_shape in dict.fromkeys(mesh for _, mesh, _ in cases):

@@ -1,4 +1,5 @@
-"""Tests of flat shards: which part of a matrix each range covers, and which inconsistent ranges raise errors."""
+"""Tests of flat shards: which part of a matrix each range of a flat buffer covers, and which inconsistent ranges raise
+errors."""
 
 from __future__ import annotations
 

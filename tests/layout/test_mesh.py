@@ -22,7 +22,7 @@ from shardmuon.layout.views import Ints
 
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
     """Split `indices` into `before` equal shards, chunk each shard into `num_parts` parts, and return the indices in
-    part number `part` of every shard. `chunk` may return fewer parts than requested."""
+    the part with number `part` of every shard. `torch.chunk` may return fewer parts than requested."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
 
@@ -66,9 +66,9 @@ def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
 
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
-    """Local shards whose shapes contradict the placements must raise an error. One of the cases shards 13 rows over 3 x
-    2 ranks in the way of torch's own distribute_tensor, which shards from left to right and ignores the split
-    factor."""
+    """Local shards whose shapes contradict the placements must raise an error. One of the cases shards 13 rows over a 3
+    x 2 mesh in the way of torch's own distribute_tensor, which applies the mesh axes from left to right and ignores the
+    split factor of strided shards."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]
     left_to_right = [(len(shares[dp][tp]), 3) for dp in range(3) for tp in range(2)]

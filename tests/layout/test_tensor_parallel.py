@@ -42,11 +42,12 @@ def _beside_whole(shards: Mapping[str, tuple[tuple[int, ...], Shard, dict[str, A
     results are bitwise identical.
 
     Args:
-        shards: For each name, the full shape, the function that shards it, and its parameter group's options.
-        given: Options of the optimizer of the shards.
+        shards: Dict from parameter name to the full shape, the function that shards the parameter, and the options of
+            its parameter group.
+        given: Options of the optimizer that updates the shards.
 
     Returns:
-        The optimizer of the shards.
+        The optimizer that updates the shards.
     """
     ours, theirs, pairs = list[Any](), list[Any](), []
     for seed, (name, (shape, cut, options)) in enumerate(shards.items()):
@@ -218,7 +219,8 @@ def _flat(start: int, size: int) -> nn.Parameter:
     return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
-# Each key is the text of an expected error. Its value gives the first element and the size of every rank's range.
+# Each key is the text of an expected error. Its value lists, for every rank, the first element and the number of
+# elements of the rank's range in the flattened tensor.
 FLAT = {
     "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 10), (12, 10), (22, 2), (24, 0)],
     "overlap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 12), (10, 12), (22, 2), (24, 0)],

@@ -1,5 +1,5 @@
-"""Tests of views, pieces and tiles. Random tensors are partitioned at random and viewed as matrices in all supported
-ways."""
+"""Tests of how the pieces of a tensor that ranks store are split into tiles, each of which belongs to one matrix.
+Random tensors are partitioned at random and viewed as matrices in all supported ways."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardmuon.layout.views import matrix_view
 
 
 def storage_of(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
-    """Return a storage that contains `piece` after a gap, with its dims in memory order `order`, and the position of
-    the piece in the storage."""
+    """Return a tensor that stores `piece`, a part of the tensor `whole`, after a gap and with its dims in memory order
+    `order`. Also return the position of the piece in this storage."""
     held = Held(piece, (gap,) * (1 if isinstance(piece, FlatRange) else whole.dim()))
     storage = stored([held], whole)
     if isinstance(piece, FlatRange):
@@ -64,8 +64,8 @@ LEFT, RIGHT = Box((0, 0), (5, 2)), Box((0, 2), (5, 1))
         ({0: [Box((0, 0), (2, 3))], 1: [Box((3, 0), (2, 3))]}, r"leave a gap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (3, 3))]}, r"overlap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((3, 0), (3, 3))]}, "out of bounds"),
-        # The sizes of the two boxes add up to the full size, but one row is stored twice and another is missing. A
-        # check of the sum alone would miss this.
+        # The boxes that the two ranks store have as many elements as the tensor, but one row is stored twice and
+        # another is missing. A check of the total alone would miss this.
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (2, 3))]}, "overlap|gap"),
         (
             {0: [FlatRange(0, 7)], 1: [FlatRange(8, 15)]},

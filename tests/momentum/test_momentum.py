@@ -57,12 +57,14 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     found = decode(codes, scale)
     per_value = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
     gap = (2 * torch.floor(127 * (x.double().abs() / per_value).sqrt()) + 1) / 127**2 * per_value
-    # Near zero, the error may be one spacing between adjacent fp32 numbers, which is the smallest subnormal number.
+    # Near zero, a decoded value may be off by one spacing between adjacent fp32 numbers, which is the smallest
+    # subnormal number.
     smallest = 2.0**-149
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
     by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
-    # Momentum that has changed little is rounded stochastically, so the random bits must affect the result.
+    # If `encode` gets the values before the step, a value that has changed little is rounded stochastically, so the
+    # random bits must affect the result.
     assert not torch.equal(*(encode(x, 1, x, bits)[0] for bits in by_bits))
     assert all(torch.equal(encode(x, 1, x - per_value.float(), bits)[0], codes) for bits in by_bits)
     assert torch.equal(encode(found, 1)[0], codes) or kind == "subnormal"
@@ -90,7 +92,8 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
     assert int(exact.sum()) >= 10 and int((~exact).sum()) >= 20
     gap = (high - low)[~exact]
-    assert bool((gap > 0).all())  # Over many repetitions, each value must sometimes be rounded down and sometimes up.
+    # Over many repetitions, stochastic rounding must sometimes round each value down and sometimes up.
+    assert bool((gap > 0).all())
     # The two values to which a number is rounded must be adjacent bf16 numbers.
     assert torch.equal(torch.nextafter(low[~exact].to(BF16), high[~exact].to(BF16)).double(), high[~exact])
     p = (x[~exact].double() - low[~exact]) / gap
@@ -117,7 +120,7 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
     x = draw()
     counts = torch.histc(x, 64, -0.5, 0.5)
     expected = rows * cols / 64
-    # The bound is that of a chi-squared test with 63 degrees of freedom, at 4 sigma.
+    # The limit is the mean of a chi-squared distribution with 63 degrees of freedom plus 4 standard deviations.
     assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 4 * math.sqrt(2 * 63)
     others = [draw(step=2), draw(name="v"), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
     assert max(abs(float((x * other).mean()) * 12) for other in others) < 4 / math.sqrt(rows * cols)
@@ -143,14 +146,16 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     assert low <= float((found - w.grad).norm() / w.grad.norm()) <= high
     for columns in (slice(0, 64), slice(192, 256)):
         g = w.grad[:, columns]
-        # After 200 steps, 0.95^200 of the initial value remains. Stochastic rounding of each of the n elements is
-        # unbiased and has an error of at most one spacing. In bf16, the spacing is 2 u times the largest value, where u
-        # is the unit roundoff. In int8, it is the spacing determined by the largest value of a quantization block. The
-        # errors of all steps, with weights 0.95^k, add up like 1 / (1 - 0.95^2) independent errors.
+        # After 200 steps, 0.95^200 of the initial momentum remains. Stochastic rounding of each of the n elements is
+        # unbiased and has an error of at most one spacing between adjacent stored values. In bf16, the spacing is 2 u
+        # times the largest value, where u is the unit roundoff. In int8, it is the spacing determined by the largest
+        # value of a quantization block. The errors of all steps, with weights 0.95^k, add up like 1 / (1 - 0.95^2)
+        # independent errors.
         spacing = float(w.grad.abs().max()) / 127 if dtype == "int8" else 2 * roundoff(dtype) * float(g.abs().max())
         spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
         total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())
-        summed = 2 * 200 * roundoff(FP32)  # Each of the 200 steps rounds one lerp in fp32.
+        # Each of the 200 steps updates the momentum with one lerp, which is rounded to fp32.
+        summed = 2 * 200 * roundoff(FP32)
         assert abs(total - 1.0) <= 0.95**200 + 4 * spread + summed
 
 
@@ -169,7 +174,7 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
     blocks = sum(p.shape[0] * -(-p.shape[1] // BLOCK) for p in params) if dtype == "int8" else 0
     # Stochastic rounding needs a step count (4 bytes) per parameter.
     counts = len(params) if dtype in (BF16, "int8") else 0
-    assert found == size * elements + 4 * (blocks + counts)  # Each block has one fp32 scale.
+    assert found == size * elements + 4 * (blocks + counts)  # Each quantization block has one fp32 scale.
 
 
 # ---------------------------------------------------------------------------------------------------- layouts
@@ -232,7 +237,7 @@ def test_matrices_of_columns_are_refused(split: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks: int) -> None:
-    # torch.distributed.checkpoint expects the scales of 8-bit momentum to be sharded like any other tensor of their
+    # torch.distributed.checkpoint expects the scales of int8 momentum to be sharded like any other tensor of the same
     # shape.
     accepted, place = 0, OnMesh((num_ranks,), tuple(range(num_ranks)), (Shard(1),))
     for cols in (c for c in range(1, 2100) if c % BLOCK in (0, 1, 64, 120, 121, 124, 125, 126, 127)):

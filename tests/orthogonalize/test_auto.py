@@ -1,5 +1,5 @@
 """Tests of the automatic choice of the orthogonalizer, which is the same on every rank and is printed in the plan.
-Other tests check precision flags, wire dtypes and non-finite results."""
+Other tests check precision flags, the dtypes in which ranks exchange data, and non-finite results."""
 
 from __future__ import annotations
 
@@ -52,20 +52,21 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = flops(method, m, n, coefficients, dtype, device)
-    # In emulated fp16, a restart computes full matmuls instead of split ones, so it takes fewer FLOPs than estimated.
+    # In emulated fp16, a restart of the Gram form computes full matmuls instead of split ones, so it takes fewer FLOPs
+    # than estimated.
     if method == "gram" and dtype == FP16:
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        # The FLOPs estimate is not exact, because row blocks may have unequal sizes.
+        # The FLOPs estimate is not exact, because the row blocks of symmetric matmuls may have unequal sizes.
         assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "with_n", "small"),
-    [  # `with_n` counts multiples of m^2 n, and `small` multiples of m^3, for m = 128. No restart is needed in fp64.
+    [  # For m = 128, the FLOPs estimate is with_n * m^2 n + small * m^3. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 20, 10),
         ("gram", KELLER, FP64, 512, 4, 34),
-        # In fp32, the Gram form restarts once, with a new Gram matrix of the updated X.
+        # In fp32, the Gram form restarts once, with a new Gram matrix of the updated iterate X.
         ("gram", POLAR, FP32, 512, 8, 28),
         # In fp16 and with n/m above 7/3, the restart of the Gram form is local. It takes 4 m^2 n + 28 m^3 FLOPs, plus 8
         # m^3 for split matmuls and 2 m^3 to merge the Q factors.
@@ -189,8 +190,8 @@ def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatc
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
 def test_long_schedules_do_not_break_down_in_fp16(name: str, steps: int) -> None:
-    """Singular values must be near 1 after long schedules in fp16. Restarts keep rounding noise in the null space from
-    overflowing, so no fallback is needed."""
+    """Singular values must be near 1 after long schedules in fp16. The restarts of the Gram form keep rounding noise in
+    the null space from overflowing, so that no fallback is needed."""
     x = spectrum("rank 16", 128, 512)
     found = orthogonalize(x[None].float(), schedule(name, steps).triples, method="gram", dtype=FP16)[0]
     values = torch.linalg.svdvals(found.double())
@@ -209,7 +210,7 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
         flags.fp32_precision = before
 
 
-# The deprecation warning comes from torch 2.11 itself, not from shardmuon.
+# torch 2.11 itself, not shardmuon, causes the DeprecationWarning about torch.jit.script_method.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_not_traced() -> None:
     import torch._dynamo
@@ -233,7 +234,7 @@ def test_a_compiled_step_is_not_traced() -> None:
 
 # --------------------------------------------------------------------------------------------- bits, and the wire
 
-WIRES = [  # Each row gives the method, the matmul dtype and the wire dtype.
+WIRES = [  # Each row gives the method, the dtype of matmuls and the wire dtype, the dtype in which ranks exchange data.
     ("standard", FP32, FP32),
     ("standard", BF16, BF16),
     ("standard", FP16, BF16),

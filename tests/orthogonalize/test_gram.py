@@ -93,7 +93,7 @@ FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 
 
-# The result is an fp32 matrix of shape (rows, cols).
+# `of_rank` returns an fp32 matrix of shape (rows, cols) with `rank` nonzero singular values.
 def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:
     index = torch.arange(rank, dtype=torch.float64)
     values = {"flat": index * 0 + 1, "power": 1 / (1 + index), "log": 10 ** (-3 * index / max(rank - 1, 1))}[kind]

@@ -54,15 +54,16 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6)
     promised, stated = TABLE[model, mesh]
     percent = 100 * report.overhead[1]
-    # An estimate below the stated value is also an error, because it would mean that the cost model has become less
-    # strict.
+    # An estimate below the value stated in TABLE also fails the test, because it would mean that the cost model has
+    # become less strict.
     assert f"{percent:.3g}" == f"{stated:.3g}"
     assert percent <= promised
     assert max(c.peak for c in report.exact.classes) <= PEAKS.get((model, mesh), 1.9) * 2**30
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
-    """Return the specs of all parameters in a random decoder on a random mesh, and the number of shards per replica."""
+    """Return the planner's descriptions of all parameters in a random decoder on a random mesh, and the number of
+    shards per replica."""
     draw = random.Random(seed)
     d, layers = draw.choice([512, 1024, 2048, 4096]), draw.randint(4, 12)
     replicas, shards = draw.choice([1, 1, 2, 4, 8]), draw.choice([2, 4, 8, 16, 32])
@@ -168,9 +169,9 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """The planner's own time estimate covers only communicated matrices, without the vote and the constant costs of a
-    step. For a plan in which all matrices are communicated, this estimate must be close to the interval that `Price`
-    reports."""
+    """The planner's own time estimate covers only communicated matrices, without the ranks' vote before the step and
+    without the constant costs of a step. For a plan in which all matrices are communicated, this estimate must be close
+    to the interval that `Price` reports."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)

@@ -1,5 +1,5 @@
-"""Tests that the cost model's counts, which are computed for all ranks at once, equal the counts taken from each rank's
-program."""
+"""Tests that the cost model's counts (such as matrices owned and bytes sent), which are computed for all ranks at once,
+equal the counts taken from each rank's program."""
 
 from __future__ import annotations
 

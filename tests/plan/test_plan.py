@@ -92,7 +92,7 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    # At this scale, a single matrix accounts for 60% of the mean load of a rank, so the load of one rank may be far
+    # With 1024 ranks, a single matrix accounts for 60% of the mean load of a rank, so the load of one rank may be far
     # above the mean.
     assert 0 < sent < 20 * mean
 
@@ -111,13 +111,13 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
     owners = [len({plan.items[n].owners for n in bucket.items}) for bucket in plan.buckets]
     assert owners == [min(ranks, 7 * 32)] * buckets
     costs = [max(plan.items[n].cost for n in b.items) for b in plan.buckets]
-    # Buckets must be sorted by cost, in ascending or descending order.
+    # Buckets must be sorted by the cost of their most expensive matrix, in ascending or descending order.
     assert costs in (sorted(costs), sorted(costs, reverse=True))
 
 
 def test_a_plan_says_who_does_what() -> None:
-    """If the methods of many matrices have the same reason, the printed plan states the reason only once. Reasons must
-    not change the digest of a plan."""
+    """If the methods of many matrices were chosen for the same reason, the printed plan must state the reason only
+    once. Reasons must not change the digest of a plan."""
     named = [one._replace(reasons=("measured 5 ms",)) for one in transformer(2, 2, 8)]
     plan, unnamed = make_plan(named, Policy()), make_plan(transformer(2, 2, 8), Policy())
     assert all(text in str(plan) for text in ("0.qkv", "24x8", "owner", "most loaded rank"))

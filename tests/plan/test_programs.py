@@ -1,4 +1,5 @@
-"""Tests of plans and of the ranks' programs: which rank does which work, and that no work is done twice."""
+"""Tests of plans and of each rank's program (the copies, exchanges and batches that the plan assigns to the rank):
+which rank does which work, and that no work is done twice."""
 
 from __future__ import annotations
 
@@ -103,8 +104,8 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
     """Post-processing stages (such as NorMuon) keep state for 8 matrices on 2 x 2 ranks. Nevertheless, a rank must send
-    all the results that it relays as one block, and must receive relayed results as one block. Gradients, and results
-    without state, are exchanged only within a replica."""
+    all the results that it relays as one block, and must receive relayed results as one block. The gather, and the
+    scatter if no stage keeps state, must stay within a replica."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -118,7 +119,7 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
 
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
     """Rank 1 belongs to two sets of ranks and packs its local matrices from both sets into the same buckets. For each
-    set, it must compute the same digest as the ranks that belong only to that set."""
+    set, rank 1 must compute the same digest of the set's part of the plan as the ranks that belong only to that set."""
 
     def of_set(name: str, ranks: Ranks, num_experts: int) -> list[Spec]:
         stacks = [matrix_view((num_experts, rows, 6), view="stack") for rows in (4, 8)]
@@ -229,16 +230,16 @@ def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: flo
 
 
 def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tuple[int, ...]) -> list[Copy]:
-    """Return `num` copies of blocks of the same size. `here` and `there` give the positions as (step between blocks,
-    row stride[, first element])."""
+    """Return `num` instructions to copy a block between two buffers. All blocks have the same size. `here` and `there`
+    give the positions in the two buffers as (step between blocks, row stride[, first element])."""
     (step, row, *first), (far_step, far_row, *far_first) = here, there
     starts = [(sum(first) + step * n, sum(far_first) + far_step * n) for n in range(num)]
     return [Copy(sizes, BufferPlace(a, (row, 1)), BufferPlace(b, (far_row, 1))) for a, b in starts]
 
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
-    """Each of five senders in the last case sends rows of two matrices with 6 columns and of one matrix with 4 columns.
-    These copies must be joined into two, one for each number of columns."""
+    """In the last case, each of five senders sends rows of two matrices with 6 columns and of one matrix with 4
+    columns. The copies of these rows must be joined into two, one for each number of columns."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))

@@ -54,7 +54,8 @@ class Eager(Llama):
         return self.o_proj((F.softmax(logits, dim=-1, dtype=torch.float32) @ v).transpose(1, 2).flatten(2))
 
 
-# Return the largest logit of each head among the positions that the causal mask keeps, as an fp64 tensor of shape (H,).
+# `largest` returns the largest logit of each head among the positions that the causal mask keeps, as an fp64 tensor of
+# shape (H,).
 def largest(attention: Any, x: Tensor) -> Tensor:
     q, k, _ = (t.detach().double() for t in attention.heads(x))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -81,7 +82,7 @@ def _hooked(model: nn.Module, **options: Any) -> QKClip:
 
 def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
     """Take a step without gradients, in which QK-clip scales the model's weights based on the given maximum logits.
-    Return the gains of the first layer."""
+    Return the gains of the first layer, which are the factors for its logits."""
     clip = _hooked(model, logits=lambda: logits, **options)
     clip._optimizer.step()
     return clip.report.layers[0].gains
@@ -91,8 +92,8 @@ def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
 
 _QK = (Rows("q", (("q", 24),)), Rows("k", (("k", 8),)))
 _TWO = (0.25, 0.5)
-# Each case gives a layer, the gains of its key heads, alpha, and the expected factors for each weight. The factors
-# multiply the weight's rows, or its columns if `dim` is 1.
+# Each case gives a layer, the gain of each key head (the factor for the logits of its query heads), alpha, and the
+# expected factors for each weight. The factors multiply the weight's rows, or its columns if `dim` is 1.
 RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float]]]] = {
     "groups": (
         Attention("a", 6, 2, _QK),

@@ -137,15 +137,15 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Clip twice while rank 2 passes different arguments, has lost its cached table, or has replaced a weight. Return
-    the error messages. Afterwards, a call with equal arguments on all ranks must succeed."""
+    """Clip twice while rank 2 passes different arguments, has no Scaler from an earlier call, or has replaced a weight.
+    Return the error messages. Afterwards, a call with equal arguments on all ranks must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
     _both_clip(job, twin, 0, **beyond)
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    # Ranks 2 and 3 share the weight, so both replace it with a weight of a different shape.
+    # Ranks 2 and 3 share the first weight, so both replace it with a weight of a different shape.
     elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
@@ -192,7 +192,8 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
     """Run `reduce` once for each function that it enters before the vote, raising an exception in this function on one
     rank. Return the functions whose exception went unnoticed, and the number of exceptions that caused an error on all
-    ranks. If `first` is True, the cached table is deleted before each call."""
+    ranks. If `first` is True, the scaler's cached table of which ranks store which weights is deleted before each
+    call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -202,7 +203,8 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
         job.scaler._bound = None if first else job.scaler._bound
         job.reduce(1)
 
-    # On two ranks, an exception is raised in every function. On more ranks, it is raised only in every sixth function.
+    # On two ranks, an exception is raised in every function that `reduce` enters. On more ranks, an exception is raised
+    # only in every sixth of these functions.
     known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]
     found = plant(call, known, "reduce", job.held, again=first)
     _both_clip(job, twin, 2)
@@ -235,7 +237,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     _both_clip(job, twin, 0)
     held = [local_if_any(p).detach().clone() for p in job.specs]
     state = copy.deepcopy(job.optimizer.state_dict())
-    # A single rank does not vote, so exceptions are raised in the functions that `apply_` calls.
+    # A single rank does not vote, so exceptions are raised in the functions called by `apply_`, which scales the
+    # weights.
     begin = "reduce" if dist.get_world_size() > 1 else "apply_"
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]

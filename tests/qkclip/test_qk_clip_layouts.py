@@ -245,7 +245,8 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
         for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(is_last)
-            # Only the last backward pass reduces gradients. DDP's `no_sync` sets the same attribute.
+            # Only the last backward pass reduces gradients. DDP's `no_sync` sets the attribute
+            # `require_backward_grad_sync`, too.
             model.require_backward_grad_sync = is_last
             train.loss_of(model, rows).backward()
         optimizer.step()

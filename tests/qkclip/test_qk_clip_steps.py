@@ -39,8 +39,8 @@ class Job:
         return self.model(scale * normal(2, 5, 12, seed=seed)).square().mean()
 
     def step(self, *seeds: int) -> list[Tensor]:
-        """Take a step on the batches of the given seeds. Return the largest logit of each head in both layers, computed
-        in fp64."""
+        """Take an optimizer step on the batches drawn from the given seeds. Return the largest logit of each head in
+        both attention layers, computed in fp64."""
         first = [normal(2, 5, 12, seed=seed) for seed in seeds]
         with torch.no_grad():
             inputs = {0: first, 2: [self.model[:2](x) for x in first]}
@@ -121,8 +121,8 @@ def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None, in_a_clo
     wanted = plain.step(1, 2, 3)
     job.optimizer.step(run if in_a_closure else run())
     assert_measured(job.clip, wanted)
-    # Only `_in_turn` sums the gradients in the same order as `plain.step`, so the weights are compared only for
-    # `_in_turn`.
+    # Only `_in_turn`, which runs one backward pass per loss, sums the gradients in the same order as `plain.step`. The
+    # weights are therefore compared only for `_in_turn`.
     if how is _in_turn:
         assert_bitwise(job.weights(), plain.weights())
 

@@ -61,10 +61,10 @@ class Case(NamedTuple):
 
     Attributes:
         model: Function that builds the model.
-        rows: Parameter name -> expected fields of its routing row.
-        says: A pattern for each expected warning.
-        overrides: The user's overrides.
-        muon: Names of all parameters that go to Muon; None to skip this check.
+        rows: Dict from parameter name to the expected fields of the parameter's row in the routing table.
+        says: Patterns, one for each expected warning.
+        overrides: The `overrides` argument for routing.
+        muon: Names of all parameters that go to Muon. If None, the test does not check these names.
     """
 
     model: Callable[[], nn.Module]
@@ -75,7 +75,8 @@ class Case(NamedTuple):
 
 
 def why(**reasons: str) -> dict[str, dict[str, object]]:
-    """Return the expected reasons, keyed by weight name. In the arguments, "__" stands for a dot."""
+    """Return the expected reasons for the routing of parameters, keyed by weight name. In the arguments, "__" stands
+    for a dot."""
     return {f"{name.replace('__', '.')}.weight": {"reason": reason} for name, reason in reasons.items()}
 
 
@@ -215,8 +216,8 @@ def beside(*models: nn.Module) -> Callable[[], nn.Module]:
 
 
 def turned_over(*names: str) -> tuple[str, ...]:
-    """Return the expected warnings for experts that seem to be stored transposed, because no router matches their
-    shape."""
+    """Return the warnings expected for experts that have no router of matching shape and therefore seem to be stored
+    transposed."""
     return tuple(rf'parameter of Experts.*"{re.escape(n)}": "muon"\}}; \{{"transposed": True\}} if' for n in names)
 
 
@@ -224,7 +225,8 @@ def small(name: str, param: Tensor, module: nn.Module) -> bool:
     return name.startswith("layers.0") and param.shape[0] == 8 and isinstance(module, nn.Linear)
 
 
-# There are two query groups. Each group has four query heads, one key head and one value head. The head size is 2.
+# The fused QKV weight has two query groups. Each group has four query heads, one key head and one value head. The head
+# size is 2.
 _QKV = {"split_sizes": [8, 2, 2], "split_groups": 2}
 _TURNED = {"transposed": True}
 _PAIRS: dict[str, object] = {**_ADAMW, "reason": "last dim of 2: pairs of numbers, as complex ones are kept"}
@@ -465,7 +467,8 @@ def over(pattern: str, choice: Any) -> tuple[Callable[[], Any], Any]:
 
 _WRAP = "Build the groups before wrapping"
 _NAMED = r"matches none of the model's 17 parameter names \(did you mean "
-# Each case gives a function that makes the model, overrides, and the type and message of the expected error.
+# Each case gives a function that makes a model, the overrides for its routing, and the type and message of the expected
+# error.
 REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (
         lambda: shared(conv=nn.Conv2d(8, 8, 1), deep=nn.Conv2d(8, 8, 1, groups=2)),
@@ -567,7 +570,7 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
     arguments = {*ONLY_MUON.difference(VIEW_DEFAULTS), *vars(MuonConfig()), "process_group", *routing}
-    # The argument `unknown` collects misspelled options.
+    # Muon's argument `unknown` collects misspelled options.
     assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {
@@ -629,8 +632,8 @@ def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_
     assert given.matched is None and "no adamw_lr" not in str(given)
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
         assert param_groups(nn.LayerNorm(4), lr=0.5)[0]["lr"] == 0.5
-    # For this shape, the usual RMS of Muon's update is lr / 32, and that of AdamW's update is 0.2 lr. The ratio of the
-    # two is rounded to six digits.
+    # For a matrix of 1024 x 1024, the usual RMS of Muon's update is lr / 32, and that of AdamW's update is 0.2 lr. The
+    # ratio of the two is rounded to six digits.
     assert param_groups(linear(1024, 1024), lr=1.0).matched == float(f"{1 / 32 / 0.2:.6g}")
 
 

@@ -36,8 +36,8 @@ from shardmuon.testing.layouts import ParamCase
 
 
 def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
-    """Return the matrices of a parameter under its parameter group's options, as indices into the flattened
-    parameter."""
+    """Return the matrices into which the options of a parameter's group split the parameter. Each matrix contains
+    indices into the flattened parameter."""
     (group,) = [g for g in param_groups(model, **{"lr": 1e-3, **options}) if name in g["param_names"]]
     param = dict(model.named_parameters())[name]
     case = ParamCase(tuple(param.shape), "", {key: group[key] for key in VIEW_DEFAULTS if key in group})
@@ -266,8 +266,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 _STRANGE = MODEL + "\nbuilt.rates = nn.Parameter(__import__('torch').zeros(6, 4))\n"
-_LINES = "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear"  # Each * stands for a layer number.
-# Each case gives the arguments, the source code of the model, the exit code, and the expected output.
+# In the expected output, each * stands for a layer number.
+_LINES = "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear"
+# Each case gives the arguments of the command `route`, the source code of the model file, the exit code, and a part of
+# the expected output.
 COMMANDS_OF_ROUTE: list[tuple[list[str], str, int, str]] = [
     *(([name], MODEL, 0, _LINES) for name in ("route_example:build", "route_example.py:build", "route_example:built")),
     (["route_example:built"], MODEL, 0, "Muon: 6 parameters, 6 matrices, 384 elements"),

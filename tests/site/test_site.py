@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parent.parent.parent
 SITE = ROOT / "build" / "site"
-# The page is opened as a local file, so any resource that it fetched would fail to load.
+# The test opens the page plan.html as a local file, so any resource that the page fetched would fail to load.
 PLAN = ROOT / "docs" / "img" / "plan.html"
 PAGES = sorted(str(path.parent.relative_to(SITE)) for path in SITE.glob("**/index.html") if "adr" not in path.parts)
 
@@ -93,7 +93,7 @@ def test_search_finds_the_page(page: Page, address: str, words: str, title: str)
     page.goto(address)
     page.locator(".md-search__input").press_sequentially(words)
     results = page.locator(".md-search-result__item")
-    # The search results appear one by one, so the test looks for the right one among all of them.
+    # The site's search results appear one by one, so the test looks for the right one among all of them.
     page_of_it = results.filter(has=page.locator("h1", has_text=title))
     expect(page_of_it.first).to_be_visible(timeout=15_000)
 

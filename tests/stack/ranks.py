@@ -1,8 +1,6 @@
-"""Run an example on ranks. On each rank, record the optimizer's plan, the number of Newton-Schulz runs, the findings of
-an audit, and the final weights.
-
-Importing the frameworks takes seconds, so the process from which ranks are forked imports all of them.
-"""
+"""Functions that run an example on ranks and record the optimizer's plan, the number of Newton-Schulz runs, the
+findings of an audit, and the final weights on each rank. Importing the frameworks takes seconds, so the process from
+which ranks are forked imports all of them."""
 
 from __future__ import annotations
 
@@ -32,14 +30,14 @@ class Seen:
     """What was observed on one rank.
 
     Attributes:
-        owners: Parameter -> the ranks that orthogonalize its matrices according to the plan.
+        owners: Dict from parameter name to the ranks that orthogonalize the parameter's matrices according to the plan.
         mine: Number of matrices that this rank orthogonalizes according to the plan.
         runs: Number of matrices that this rank orthogonalized in each step.
         findings: The audit's findings, as text.
         compared: Number of matrices that the audit compared with the dense reference.
         muon: Names of the parameters in Muon's groups.
-        weights: Parameter -> digest of its full values after the last step.
-        heard: The text of every warning.
+        weights: Dict from parameter name to the digest of the full parameter after the last step.
+        heard: Texts of all warnings.
     """
 
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -62,8 +60,8 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
         example: Name of the file in examples/.
         world: Number of ranks. A single rank is a plain process without torch.distributed.
         prepare: Name of a function in this file that each rank calls first.
-        arguments: Arguments of the example's `train`. `kind` is passed to the example's `options`, which returns more
-            of these arguments.
+        arguments: Arguments of the example's `train`, except `kind`, which contains the arguments of the example's
+            `options`. The arguments that `options` returns are also passed to `train`.
 
     Returns:
         What was observed on each rank.
@@ -102,7 +100,7 @@ def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -
 
 
 def deepspeed_on_cpu() -> None:
-    """Disable DeepSpeed's shared-memory communication, which would take minutes to compile."""
+    """Disable DeepSpeed's shared-memory communication, whose C++ extension would take minutes to compile."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -146,8 +144,8 @@ def _watching() -> Seen:
                 checks.append(audit(optimizer, samples=1000))
 
     def on_end(optimizer: Any, args: Any, kwargs: Any) -> None:
-        # torch's checkpoint functions call `step` to create state. Muon makes no plan for such a step, so it is not
-        # recorded.
+        # torch's checkpoint functions call `step` to create state. Muon makes no plan for such a step, so the step is
+        # not recorded.
         if isinstance(optimizer, Muon) and optimizer.plans:
             seen.runs.append(optimizer.traffic.orthogonalized - before)
             _look(optimizer, seen)

@@ -42,16 +42,16 @@ class Case:
     """One example with one set of arguments.
 
     Attributes:
-        example: Name of its file, without the suffix.
+        example: Name of the example's file, without the suffix.
         world: Number of ranks.
         middle: Path of the checkpoint written halfway, relative to the run's folder.
         muon: Names of parameters that must go to Muon.
         prepare: Name of a function in `ranks.py` that each rank calls first.
-        fixed: Arguments of the example's `options`, if it is called.
+        fixed: Arguments of the example's function `options`. If empty, the function is not called.
         needs: Required packages, apart from those that all examples need.
         either: Names of parameters that may go to either optimizer.
-        name: Name of the layout.
-        calls: Number of calls of `step()` per training step, each of which updates some groups.
+        name: Name of the layout, for the ID of the test.
+        calls: Number of calls to `step()` per training step. Each call updates some of the parameter groups.
     """
 
     example: str

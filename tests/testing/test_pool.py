@@ -43,8 +43,8 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Return the number of this
-    rank."""
+    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Return this rank's
+    number."""
     rank = dist.get_rank()
     match how if rank in ranks else then:
         case "raise":
@@ -76,8 +76,8 @@ def awkward_tensors() -> dict[str, Tensor]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is running. A process that ends after the signal was sent and before /proc is read
-    counts as ended. Without /proc, a zombie counts as running."""
+    """Return whether a process is running. A process that ends between the first check (signal 0) and the second
+    (/proc) counts as ended. Without /proc, a zombie counts as running."""
     try:
         os.kill(pid, 0)
         try:
@@ -232,7 +232,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        time.sleep(0.5)  # The pause gives rank 0 time to raise and rank 1 time to reach the barrier.
+        time.sleep(0.5)  # The pause gives rank 0 time to raise an error and rank 1 time to reach the barrier.
         running = [is_running(pid) for pid in pids]
         parent.kill()
     assert running == [True, True] and wait_until(lambda: not any(map(is_running, pids)))
@@ -240,7 +240,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
 
 def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:
     pids = {size: RankPool.cached(size).run(os.getpid) for size in (1, 2)}
-    for size in (5, 1, 6, 7):  # Requesting a pool does not start its ranks.
+    for size in (5, 1, 6, 7):  # Requesting a pool of ranks does not start the ranks.
         RankPool.cached(size)
     assert RankPool.cached(1).run(os.getpid) == pids[1]
     assert wait_until(lambda: not any(map(is_running, pids[2])))

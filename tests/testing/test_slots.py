@@ -88,8 +88,8 @@ def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], th
 
 
 def test_packed_slots_would_be_found() -> None:
-    """Negative control: if slots are packed without alignment, the search must find differences, either with narrower
-    instructions or with this CPU's own."""
+    """Negative control: if slots are packed without alignment, the search must find differences, either with a narrower
+    set of CPU instructions or with this CPU's own."""
     assert _elsewhere(_OTHER_INSTRUCTIONS, 1, 3, True)[1] or found_with(torch.get_num_threads(), 3, True)[1]
 
 
@@ -109,7 +109,7 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
     assert (_operands(x, shape, products, unit=True).data_ptr() == x.data_ptr()) == (products.operands == dtype)
     found, *others = (orthogonalize(t, KELLER, dtype=dtype, unit=True) for t in (x, packed, turned))
     assert torch.equal(x, given) and all(torch.equal(found, other) for other in others)
-    # Unaligned matrices are copied into aligned slots, and the last batch is padded with zeros.
+    # `_operands` copies unaligned matrices into aligned slots and pads the last batch with zeros.
     assert _operands(packed, shape, products, unit=True).data_ptr() % _ALIGNMENT == 0
     with mock.patch("shardmuon.orthogonalize.empty_batch", lambda *given: empty_batch(*given).fill_(math.nan)):
         assert size == 1 or not _operands(x[1:], shape, products, unit=True)[-1].any()

@@ -1,5 +1,5 @@
-"""Tests of the tolerances: each accepts the rounding errors of every dtype, and rejects errors that are ten times
-larger."""
+"""Tests of tests/tolerances.py: each tolerance accepts the rounding errors of every dtype, and rejects errors that are
+ten times larger."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_wrong_update_is_refused(fault: str, dtype: torch.dtype) -> None:
     assert_same_update(decayed - lr * right, decayed - lr * exact(grad, "keller").float(), exact=True, **options)
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_same_update(decayed - lr * wrong, decayed - lr * right, **options)
-    # A small lr must not let a wrong update pass the comparison of weights.
+    # With a small lr, a wrong update must still fail the comparison of weights.
     options |= {"before": torch.zeros(32, 48), "lr": 1e-9}
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_same_update(-1e-9 * wrong, -1e-9 * right, **options)

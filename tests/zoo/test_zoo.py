@@ -112,7 +112,7 @@ def one_patch(model: Any) -> Any:
 
 
 # With a single token, the softmax is 1, so v gets a gradient while q and k get none. Each row gives a weight, a
-# function that runs the model, and whether each part of the weight must have no gradient.
+# function that runs the model, and for each part of the weight, whether the part must have no gradient.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
     "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),
@@ -135,8 +135,8 @@ def test_only_values_matter_to_a_single_token(name: str) -> None:
         assert is_silent or (part.abs().amax(1) > 0).all()
 
 
-# If the gate's weight is zero, the part that it gates gets no gradient. With an open gate, every row of that part gets
-# one.
+# If the gate part of a fused weight is zero, the part that it gates gets no gradient. With an open gate, every row of
+# the gated part gets a gradient.
 GATED = {
     "Phi-3": ("model.layers.0.mlp.gate_up_proj.weight", 0, 1),
     "Qwen3-MoE": ("model.layers.0.mlp.experts.gate_up_proj", 0, 1),
@@ -154,7 +154,7 @@ def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
     model = made(MODELS[name]).eval()
     param = dict(model.named_parameters())[weight]
     per_expert = 4 if name == "Qwen3-Next" else 2
-    # With 32 tokens, the router chooses every expert at least once, so every expert gets a gradient.
+    # With 32 tokens, the model's router chooses every expert at least once, so every expert gets a gradient.
     tokens = torch.arange(3, 35)[None]
 
     def run(model: Any) -> Any:

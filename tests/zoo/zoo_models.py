@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# All widths differ, so that a wrong split cannot match by accident.
+# All widths of the models differ, so that a wrong split of a fused weight cannot match by accident.
 _LM: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
