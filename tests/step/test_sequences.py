@@ -503,4 +503,6 @@ def test_no_event_leaves_anything_that_a_later_step_feels(first: int, tmp_path: 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "all", "chain"])
 def test_nor_on_ranks_all_or_some_of_which_it_happens_to(layout: str, world4: RankPool, tmp_path: Path) -> None:
-    world4.run(run, range(len(ANYWHERE)), tmp_path, layout, 2)
+    # On "hsdp" and "chain", a second, random event follows each event. The layouts "fsdp2" and "all" are simpler, so
+    # each event happens alone there.
+    world4.run(run, range(len(ANYWHERE)), tmp_path, layout, 2 if layout in ("hsdp", "chain") else 1)
