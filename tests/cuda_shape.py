@@ -105,7 +105,7 @@ class CudaShape(TorchDispatchMode):
 
         Args:
             ranks: Size of a simulated process group in which this process is rank 0. The other ranks do not exist. The
-                mode acts as if they agreed in every vote and sent no data.
+                mode acts as if they agreed with this rank in every vote and sent no data.
             values: If False, tensors created on the device have shapes but no values, so that launches can be counted
                 for models of realistic size. Tensors that are copied to the device keep their values.
         """

@@ -43,8 +43,8 @@ def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Ten
 def healthy(
     dtype: str, seed: int, largest: int, device: str = "cpu", variant: str | None = None
 ) -> tuple[list[str], list[str], int, str]:
-    """Take two steps with a randomly configured optimizer, and audit the second one. Return the findings, the status of
-    each matrix, the number of matrices, and a description of the random choices.
+    """Take two steps with a randomly configured optimizer, and audit the second one. Return the audit's findings, the
+    audit's status for each matrix, the number of matrices, and a description of the random choices.
 
     The audit tests rely on fixed seeds. Lists of choices must therefore not grow, and choices for new options must come
     from a second `Random`.

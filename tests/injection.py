@@ -81,7 +81,7 @@ COLLECTIVES = {("comm/groups.py", name) for name in ("merge", "share")}
 
 
 class Place(NamedTuple):
-    """A function of the package, identified in the same way on every rank."""
+    """A function of the package, identified by its file, line and name, which are the same on every rank."""
 
     file: str
     line: int
@@ -188,7 +188,8 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
 
 # ------------------------------------------------------------------------------------------------- all ranks
 
-TIMEOUT, PROMPT = 20.0, 12.0  # time limits in seconds
+# Time limits of a call in seconds: TIMEOUT is that of the process group, and PROMPT is the limit for an error.
+TIMEOUT, PROMPT = 20.0, 12.0
 MARK = "planted here"
 KINDS: tuple[BaseException, ...] = (
     ValueError(MARK),
@@ -301,8 +302,8 @@ def plant(
         for number in (1, 3) if again and at % 4 == 1 else (1,):
             error = kinds[(at + number - 1) % len(kinds)]
             if place.name == "is_aligned" and isinstance(error, ValueError):
-                # `state_storage` catches this ValueError and raises an error of its own, so a different exception is
-                # planted.
+                # `state_storage` catches a ValueError from `is_aligned` and raises an error of its own, so an exception
+                # of another type is planted in `is_aligned`.
                 error = kinds[(at + number) % len(kinds)]
             victim = (at + at // len(kinds)) % dist.get_world_size()
             before(at)

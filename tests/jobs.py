@@ -91,7 +91,8 @@ def layout_of(name: str) -> list[dict[str, Any]]:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
         return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
-    # One fault uses this mesh on a single rank only. Creating a mesh is collective, so all ranks create it in advance.
+    # A fault that places a tensor on a different mesh uses this 2 x 2 mesh on a single rank only. Creating a mesh is
+    # collective, so all ranks create the mesh in advance.
     mesh_of((2, 2))
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 
@@ -210,7 +211,7 @@ def _bits(value: object) -> object:
 
 
 def unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
-    """Return the names of values that differ. Tensors are compared with `torch.equal`."""
+    """Return the keys whose values differ between two dicts. Tensors are compared with `torch.equal`."""
 
     def same(x: object, y: object) -> bool:
         if isinstance(x, tuple) and isinstance(y, tuple):

@@ -117,7 +117,8 @@ def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int 
 
 
 def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
-    """Return a fault that calls `damage` once before the step, on the rank `rank` or, by default, on all ranks."""
+    """Return a fault that damages the job once before the step by calling `damage(job)`, on the rank `rank` or, by
+    default, on all ranks."""
 
     return lambda job: nullcontext(damage(job) if rank in (None, dist.get_rank()) else None)
 
@@ -172,8 +173,8 @@ def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int |
 
 
 def _broken(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that changes the result of every orthogonalizer, both in the step and in the audit's dense
-    reference."""
+    """Return a fault that applies `change` to the results of all orthogonalization methods, both in the step and in the
+    audit's dense reference."""
 
     def wrong(iteration: Any) -> Any:
         return lambda y, **given: change(iteration(y, **given))
@@ -342,7 +343,8 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
     before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in job.params.values()}
 
     def products(name: str, tiles: Any, numbers: Any) -> None:
-        # In a single process, each tile is a full matrix.
+        # The fault is planted in a single process, where each tile in `tiles` is a full matrix, so it can be cut in
+        # halves.
         for weight in tiles:
             for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
                 half.mul_((norm / half.double().norm()).float())
@@ -370,7 +372,7 @@ class Fault:
 
     plant: Plant
     names: set[str]
-    where: set[str] | None = None  # names of the reported parameters, or None to allow any
+    where: set[str] | None = None  # names of the parameters that the audit must report, or None to allow any names
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)

@@ -44,8 +44,8 @@ EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
-    """Return a context in which plans are made with the rates of `machine`, or with the real rates if `machine` is
-    None."""
+    """Return a context in which the planner uses the compute and network rates of `machine`, or the real rates if
+    `machine` is None."""
     return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
@@ -205,8 +205,9 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return test parameters for `rows`. Every `every`-th row also runs with the other matmul dtype. This is enough,
-    because the dtype does not change which rank owns a matrix."""
+    """Return a `pytest.param` for each row. Every `every`-th row is marked `numeric`, so that it also runs with the
+    other matmul dtype. Running only some rows with both dtypes is enough, because the dtype does not change which rank
+    owns a matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 

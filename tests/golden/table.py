@@ -128,8 +128,8 @@ OPTIONS: dict[str, Options] = {
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
     **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
-# Each value maps step numbers to the slice of parameters that have no gradient in that step. In all other steps, every
-# parameter has a gradient.
+# MISSING names patterns of missing gradients. Each pattern maps step numbers to the slice of parameters that have no
+# gradient in that step. In all other steps, every parameter has a gradient.
 MISSING: dict[str, Mapping[int, slice]] = {
     "all gradients": {},
     "some missing": {1: slice(1, None, 2), 2: slice(0, None, 3)},

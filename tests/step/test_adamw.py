@@ -41,8 +41,8 @@ def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_process_has_torchs_bits(dtype: torch.dtype) -> None:
-    """The results must equal those of torch's fused AdamW kernel. Tensor sizes are multiples of the SIMD width, because
-    the kernel rounds differently for remainder elements that do not fill a SIMD register."""
+    """The results of Muon's AdamW groups must equal those of torch's fused AdamW kernel. Tensor sizes are multiples of
+    the SIMD width, because the kernel rounds differently for remainder elements that do not fill a SIMD register."""
     mine, theirs = parameters(dtype, WHOLE), parameters(dtype, WHOLE)
     ours = Muon(adamw_group(mine), lr=1e-3)
     torchs = torch.optim.AdamW(theirs, **OPTIONS, fused=True)

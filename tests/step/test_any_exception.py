@@ -138,10 +138,10 @@ class Calls(NamedTuple):
     """The call of one job in which exceptions are raised.
 
     Attributes:
-        job: The job that makes the call.
-        call: Makes the call.
+        job: The job whose optimizer or model `call` uses.
+        call: A function without arguments, such as the optimizer's `step`, in which exceptions are raised.
         begin, last: The functions between which exceptions are raised (see `known_places`).
-        between: Prepares the job before each call. Takes a seed.
+        between: A function that takes a seed and prepares the job before each call.
     """
 
     job: Job
@@ -173,7 +173,8 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
         optimizer.prepare()
         return Calls(job, optimizer.step, "step", None, lambda seed: optimizer.state.clear())
     if what == "plan":
-        # Fill the caches first, since functions whose results are cached do not run again in later calls.
+        # Call `prepare` once to fill the caches, because functions whose results are cached do not run again in later
+        # calls.
         optimizer.prepare()
         return Calls(job, optimizer.prepare, "renew", "_none", lambda seed: None)
     if what in ("save", "load"):

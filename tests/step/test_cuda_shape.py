@@ -285,8 +285,8 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["vote"] == found.launches["validate"] == 0
     assert found.launches["update_momentum"] == 3 * n * min(ranks, 2), "momentum, Nesterov's sum, the copy"
     assert found.launches["start"] == (2 * n if ranks > 1 else 0)
-    # The launches per bucket are the weight decay, one addition for each of up to three scales, and the cast of bf16
-    # results to fp32.
+    # For each bucket, `apply_results` launches one kernel for the weight decay, one addition for each of up to three
+    # scales, and one cast of bf16 results to fp32.
     assert found.launches["apply_results"] <= n * (1 + 3 + 1)
     assert found.launches["step_adamw"] <= 11
     bucket, portion = 32 * 2**20, 4 * 2**24

@@ -31,9 +31,10 @@ def _audited(layout: str, **given: Any) -> Comparison:
         return Comparison.with_dense(layout, audit_every=1, **given)
 
 
-# Each row gives the comparison, the layouts and the options. On several ranks, an owner batches fewer matrices than a
-# single process, so a matrix may be in a different slot of its batch and next to different matrices. The result for a
-# matrix must depend neither on its slot nor on the other matrices.
+# Each row gives a function that compares a step on a layout with a reference, the layouts, and the optimizer options.
+# On several ranks, an owner batches fewer matrices than a single process, so a matrix may be in a different slot of its
+# batch and next to different matrices. The result for a matrix must depend neither on its slot nor on the other
+# matrices.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),

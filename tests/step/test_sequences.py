@@ -102,8 +102,8 @@ def groups_in(layout: str) -> list[Group]:
 
 @dataclass
 class Kept:
-    """A snapshot from which a job can be restored: weights and state by name, the groups in the optimizer, and the
-    removed groups."""
+    """A snapshot from which a job can be restored: the weight and the optimizer state of each parameter, keyed by name,
+    the parameter groups in the optimizer, and the removed parameter groups."""
 
     named: dict[str, dict[str, Any]]
     groups: list[Group]
@@ -430,7 +430,7 @@ class Sequence:
         one.specs += other.specs
 
     def add_a_group(self) -> None:
-        """Add a group back after it has been out of the optimizer for at least one step."""
+        """Add a removed parameter group back to the optimizer, at least one step after its removal."""
         if not self.now.away:
             self.take_a_group_out()
             self.train()
