@@ -375,6 +375,7 @@ def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: Simulated
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Return True if values, dtype and device are equal. An empty `found` counts as equal to any tensor."""
+    """Return True if two tensors have equal values, dtypes and devices. An empty `found` counts as equal to any
+    tensor."""
     alike = (found.dtype, found.device) == (expected.dtype, expected.device)
     return not found.numel() or (alike and torch.equal(found, expected))

@@ -211,7 +211,8 @@ def _bits(value: object) -> object:
 
 
 def unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
-    """Return the keys whose values differ between two dicts. Tensors are compared with `torch.equal`."""
+    """Return the keys that only one of two dicts has, and the keys whose values differ. Tensors are compared with
+    `torch.equal`."""
 
     def same(x: object, y: object) -> bool:
         if isinstance(x, tuple) and isinstance(y, tuple):

@@ -327,7 +327,8 @@ class SimulatedRanks:
                 )
                 for rank, program in programs.items()
             ]
-            # In each iteration of this loop, every rank runs one phase of the bucket's program.
+            # `runs` has one iterator per rank. In each iteration of the loop, every simulated rank runs one phase of
+            # its program for the bucket.
             while runs:
                 runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(len(b.items) for program in programs.values() for b in program.batches)
@@ -340,7 +341,8 @@ class SimulatedRanks:
         return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
 
     def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
-        """Return the sets of ranks that sum norms together, each as a dict that maps a rank to its `WeightSet`."""
+        """Return the sets of ranks that sum the squared norms of weights together, each set as a dict that maps a rank
+        to its `WeightSet`."""
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}

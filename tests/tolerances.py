@@ -49,7 +49,7 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def sum_roundoff(
-    dtype: torch.dtype,  # dtype in which the sum is accumulated
+    dtype: torch.dtype,  # dtype in which the terms of the sum are accumulated
     num_terms: int,
 ) -> float:
     """Return the expected rounding error of a sum, relative to the sum. See [Note: one rounding]."""
@@ -82,7 +82,7 @@ def assert_bitwise(found: Any, expected: Any, what: str = "value") -> None:
         assert found == expected, f"{what}: found {found!r}, expected {expected!r}"
 
 
-def _bytes(tensor: Tensor) -> Tensor:  # (elements, bytes)
+def _bytes(tensor: Tensor) -> Tensor:  # (number of elements, bytes per element), uint8
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 

@@ -134,8 +134,8 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) ->
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
 
 
-# Functions that copy a tensor. All except torch.clone return a copy whose strides differ from the original's or whose
-# address is unaligned.
+# Functions that copy the initial weights of a parameter. All except torch.clone return a copy whose strides differ from
+# the original's or whose address is unaligned.
 FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],

@@ -328,7 +328,7 @@ def _anew(job: Job) -> None:
 
 class Call(NamedTuple):
     """A call that uses an optimizer, such as `step`; a function that prepares the job for this call; and whether the
-    call must detect every fault on another rank."""
+    call must detect every fault."""
 
     call: Callable[[Job], object]
     before: Callable[[Job], object] = lambda job: None
@@ -342,7 +342,7 @@ CALLS = {
     "clip": Call(lambda job: clip_grad_norm_(job.optimizer, 0.5, process_group=dist.group.WORLD), notices_all=False),
 }
 OF_ADAMW = (" eps", " betas", " adamw")
-Round = dict[int, str]  # In a Round, all ranks make the same call. It maps each rank with a fault to the fault's name.
+Round = dict[int, str]  # For one call on all ranks, a Round maps each rank with a fault to the name of the fault.
 # Found holds the class and the message of the exception that a call raised on one rank, and the names of all wrong
 # values: those changed by the call that raised, and those that differ after the next step from an identical job that
 # never made this call.

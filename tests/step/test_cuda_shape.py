@@ -61,7 +61,8 @@ def _made(
 
 
 def _found(job: Job) -> dict[str, Tensor]:
-    """Return, by name, a job's weights and the state that post-processing stages (such as NorMuon) keep for them."""
+    """Return, keyed by name, a job's weights and the state that post-processing stages (such as NorMuon) keep for
+    them."""
     kept = [(spec.name, {"weight": p, **job.state.get(p, {})}) for p, spec in job.specs.items()]
     return {f"{name} {key}": _values(of[key]) for name, of in kept for key in ("weight", *KEPT_KEYS) if key in of}
 

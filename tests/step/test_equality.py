@@ -100,15 +100,16 @@ def test_a_row_cuts_later_tensors_as_its_builder_does() -> None:
     full = {name: torch.randn(case.shape).bfloat16() for name, case in PARAMS.items()}
     for name, row in LAYOUTS.items():
         shape = row.mesh(dist.get_world_size())
-        # The first call of `build` caches the sharding, and the second call applies it to tensors with different
-        # values.
+        # The first call of `build` shards tensors of zeros and caches how they are sharded. The second call must shard
+        # tensors with other values in the same way.
         row.build({n: torch.zeros_like(t) for n, t in full.items()}, shape)
         cut, built = row.build(full, shape), row.builder(full, shape)
         assert [n for n in built if _seen(cut[n]) != _seen(built[n])] == [], name
 
 
 def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return everything that an optimizer can read from a tensor and from a parameter made from this tensor."""
+    """Return everything that an optimizer can read from a (sharded) tensor and from a parameter made from this tensor,
+    so that two tensors can be compared."""
     found: list[object] = []
     for t in (tensor, parameters({"": tensor})[""]):
         local = t.detach().to_local() if isinstance(t, DTensor) else t.detach()

@@ -97,8 +97,8 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-# Keys of TOLD are names of changes to a gradient or to optimizer state that must make validation raise an error. The
-# values are patterns for the error message.
+# Keys of TOLD are names of changes to a gradient or to optimizer state that must make the validation before a step
+# raise an error. The values are patterns for the error message.
 TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",

@@ -263,7 +263,8 @@ class Sequence:
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
             self.job.step()
         hook.remove()
-        # Either the step ended before the interrupt, or the interrupt hit torch's wrapper after the step had ended.
+        # If `done` is not empty, the step ended before the interrupt, or the interrupt hit torch's wrapper of the step
+        # after the step itself had ended.
         if done:
             self.stepped(grads)
         elif self.job.optimizer.broken is not None:

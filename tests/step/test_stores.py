@@ -46,7 +46,8 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A test case: optimizer options, and pairs of (weight, gradient) dtypes, which the parameters use in rotation."""
+    """A test case of stored dtypes: options that set how momentum and weights are stored, other optimizer options, and
+    pairs of (weight, gradient) dtypes, which the parameters use in rotation."""
 
     storage: Mapping[str, Any] = MappingProxyType({})
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)
