@@ -96,7 +96,8 @@ class CudaShape(TorchDispatchMode):
 
     Attributes:
         launches: Number of kernel launches, keyed by the function of the step that launched them (see `_PHASES`).
-        waits: For each host synchronization, the operation that blocked the host and its line of code.
+        waits: For each host synchronization, the operation that blocked the host and the line of code that called the
+            operation.
         uploads: Lines of code that copied from CPU memory to the device.
     """
 

@@ -1,5 +1,5 @@
-"""A scan of the source for caches and other names whose values outlive a call. Tests compare its result with the table
-in docs/kept.md."""
+"""A scan of the package's source for caches and other names whose values outlive a call. Tests compare its result with
+the table in docs/kept.md."""
 
 from __future__ import annotations
 

@@ -107,10 +107,11 @@ class Case(NamedTuple):
 
     Attributes:
         world: Number of ranks.
-        jobs: Functions that each create a job. Exceptions are raised only in functions that no earlier job has called.
-        what: The name of the call.
+        jobs: Functions that each create a job, which then makes the call. In a later job, exceptions are raised only in
+            functions of the package that no earlier job has called.
+        what: The kind of call, such as "step" or "clip" (see `_calls`).
         least: The minimum number of injected exceptions that must raise an error on all ranks.
-        stride: Exceptions are raised in every `stride`-th function.
+        stride: Of the functions that the call enters, exceptions are raised in every `stride`-th one.
     """
 
     world: int
@@ -231,8 +232,9 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # Gradients are not compared: after an unscaling that raised an error, they must be recomputed anyway, and
-        # clipping may redistribute a gradient before its second message exchange.
+        # For "unscale" and "clip twice", gradients may change although the call raised an error, so they are not
+        # compared. After a failed unscaling, gradients must be recomputed anyway, and clipping may redistribute a
+        # gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
         # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in an exception class of its
         # own, so the exceptions in STAYS do not keep their type.

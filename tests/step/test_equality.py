@@ -82,7 +82,7 @@ def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, option
     ("world", "layout"),
     [
         pytest.param(world, name, marks=[pytest.mark.numeric] if world == 4 and at % 6 == 0 else [])
-        # The loop over the number of ranks is the outer one, so that each pool of ranks starts only once.
+        # The outer loop is over the number of ranks, so that the pool of ranks for each number starts only once.
         for world, names in ROWS.items()
         for at, name in enumerate(names)
     ],

@@ -11,7 +11,7 @@ import pytest
 
 from shardmuon.price.clock import turns
 
-# A bucket is described by the ranks that exchange its matrices, and by whether results are relayed to other replicas.
+# A bucket is described by a pair: its ranks, and whether its results are relayed to other replicas.
 Bucket = tuple[tuple[int, ...], bool]
 Exchange = tuple[str, int]  # the type of an exchange (such as "gather"), and the number of its bucket
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
