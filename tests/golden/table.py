@@ -57,8 +57,8 @@ class Options:
     """A named set of optimizer options.
 
     Attributes:
-        muon: Keyword arguments of the constructor.
-        dtypes: The names in `DTYPES` for which the options are tested; empty means all.
+        muon: Keyword arguments of the constructor of `Muon`.
+        dtypes: The names in `DTYPES` with which the options are tested. If empty, all names are used.
         lr_tensor: Whether the learning rate is a tensor.
         without: Names of parameters that do not support these options.
     """
@@ -158,7 +158,8 @@ class Row(NamedTuple):
 
 
 def dealt(names: Iterable[str], draw: random.Random) -> Iterator[str]:
-    """Yield the names forever. Each round yields every name once, in a new random order."""
+    """Yield the given names in an endless series of rounds. Each round yields every name once, in a new random
+    order."""
     pack = list(names)
     while True:
         yield from draw.sample(pack, len(pack))

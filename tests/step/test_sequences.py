@@ -445,7 +445,7 @@ class Sequence:
 
 
 class _Interrupted(TorchDispatchMode):
-    """A dispatch mode that raises KeyboardInterrupt instead of running operation `number`."""
+    """A dispatch mode that raises KeyboardInterrupt instead of running the tensor operation with the index `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
