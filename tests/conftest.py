@@ -134,7 +134,8 @@ class _Shared:
             return False
         self._beside.clear()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
-        # The capture file belongs to the parent process, so the child process starts a new capture.
+        # The file to which pytest captures output belongs to the parent process, so the child process starts a new
+        # capture.
         capture.stop_global_capturing()
         with (self._folder / name).open("w") as log:
             os.dup2(log.fileno(), 1)

@@ -103,7 +103,7 @@ class Job:
     def __init__(self, groups: Sequence[dict[str, Any]], **options: Any) -> None:
         self.specs: dict[Tensor, Spec] = {}
         self.model = nn.Module()
-        self.patches = contextlib.ExitStack()  # patches that a planted fault has applied
+        self.patches = contextlib.ExitStack()  # mock patches that a planted fault has applied
         self.optimizer = self.made(groups, **options)
 
     def made(self, groups: Sequence[dict[str, Any]], **options: Any) -> Muon:
@@ -135,7 +135,7 @@ class Job:
         return self.groups[-1]["params"][0]  # type: ignore[no-any-return]
 
     def replace(self, made: dict[str, nn.Parameter]) -> None:
-        """Replace the parameters with the given names by other tensors."""
+        """Replace the parameters that have the given names with other tensors."""
         self.specs = {made.get(spec.name, p): spec for p, spec in self.specs.items()}
         for name, p in made.items():
             self.model.register_parameter(name, p)

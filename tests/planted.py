@@ -45,7 +45,7 @@ from shardmuon.variants import (
 Shapes = Mapping[str, tuple[int, int]]
 SHAPES: Shapes = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
 VARIED: Shapes = {"tall": (96, 32), "wide": (32, 48), "square": (40, 40)}
-TABLE = "table"  # the name of the AdamW parameter
+TABLE = "table"  # the name of the model's AdamW parameter
 
 
 def shapes_of(rows: int | None) -> Shapes:
@@ -235,7 +235,7 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = 0  # With one sample per audit, audit number 0 checks matrix 0.
+    job.optimizer.audits.num_audits = 0  # If an audit checks only one matrix, audit number 0 checks matrix 0.
     return _results(lambda o: o.roll(-1, 0))(job)
 
 

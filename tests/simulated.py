@@ -217,7 +217,7 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 
 def planned(
     layouts: Sequence[ParamLayout],
-    groups: Sequence[Mapping[str, Any]],  # options of each parameter
+    groups: Sequence[Mapping[str, Any]],  # the options of each parameter's parameter group
     config: MuonConfig = _AUTO,
     policy: Policy = SMALL,
     *,

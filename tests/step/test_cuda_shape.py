@@ -263,7 +263,7 @@ BUDGETS = {
     ("standard", 1): 375,
     ("gram", 8): 182,
     ("gram", 1): 791,
-    ("auto", 8): 168,  # "auto" picks "gram" only for shapes where it takes fewer FLOPs.
+    ("auto", 8): 168,  # method="auto" picks the Gram form only for shapes where the Gram form takes fewer FLOPs.
     ("auto", 1): 747,
 }
 

@@ -245,7 +245,7 @@ class Sequence:
                 group["lr"] = float(lr) if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
                 if group["use_muon"]:
                     group["ns_coefficients"] = [list(row) for row in [(3.4445, -4.7750, 2.0315)] * 5]
-                    # Changing AdamW's betas must have no effect on matrices.
+                    # Changing AdamW's betas in a Muon group must have no effect on the update of matrices.
                     group["betas"] = (0.5, 0.5)
         self.train()
         for group, old in zip(self.job.groups, before, strict=True):
