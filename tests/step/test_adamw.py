@@ -70,8 +70,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
     for at, optimizer in enumerate(made):
         if at:
             optimizer.load_state_dict(copy.deepcopy(made[at - 1].state_dict()))
-        # Loading a state dict that Muon saved removes the options that only torch.optim.AdamW has, such as amsgrad, so
-        # the test sets them again.
+        # If torch.optim.AdamW loads a state dict that Muon saved, its parameter groups lose the options that Muon does
+        # not have, such as amsgrad, so the test sets these options again.
         if at == 2:
             optimizer.param_groups[0].update(fused=True, amsgrad=False, maximize=False, foreach=None, capturable=False)
         run(optimizer, params, (2 * at, 2 * at + 1))

@@ -434,8 +434,8 @@ AGAINST_STATE = (
     "AdamW cast",
     "weight",
 )
-# Even a first step, which has no optimizer state yet, must detect the faults in FRESH, because none of these faults is
-# in the state.
+# Even a first step, before which there is no optimizer state, must detect the faults in FRESH, because these faults do
+# not depend on the state.
 FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
 # Each row gives a layout, a call, the number of ranks, the faults that are made in each round, and the minimum number
 # of rounds in which the call must raise an error.

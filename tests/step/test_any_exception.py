@@ -136,7 +136,7 @@ CASES = {
 
 
 class Calls(NamedTuple):
-    """The call of one job in which exceptions are raised.
+    """A call that one job makes, and the range of functions in which exceptions are raised during this call.
 
     Attributes:
         job: The job whose optimizer or model `call` uses.

@@ -144,8 +144,8 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
     for rank in (2, 4, 5):
-        # The other ranks must not warn. A warning on these ranks would fail the test, because pytest turns warnings
-        # into errors.
+        # Only rank 1 may warn about matrices of zeros. On the other ranks, a warning from `report` would fail the test,
+        # because pytest turns warnings into errors.
         ranks.watches[rank].report()
     first = [{rank: kept.clone() for rank, kept in of_param[0].items()} for of_param in ranks.kept]
     assert all((kept > 0).all() for of_param in first for kept in of_param.values())
