@@ -1,8 +1,9 @@
-"""Pools of ranks, the default dtype of matmuls, and settings that make test runs reproducible.
+"""Pytest configuration: fixtures that start pools of ranks, options for the default dtype of matmuls, and settings that
+make test runs reproducible.
 
 [Note: two arithmetics]
     By default, shardmuon computes matmuls in bf16 on CPUs that support bf16 in hardware (as on GPUs), and in fp32 on
-    other CPUs. `--arithmetic` selects the default dtype for a test run and the ranks that it starts.
+    other CPUs. `--arithmetic` selects the default matmul dtype for a test run and the ranks that it starts.
     `--both-arithmetics` runs the tests marked `numeric` with both dtypes, in several processes (see `_Shared`).
 """
 
@@ -25,8 +26,8 @@ import torch
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool
 
-# Some tests compare results of this process bitwise with results of the ranks. Each rank uses one thread, so this
-# process does, too, because the number of threads can change the order of summation.
+# Some tests compare results of the pytest process bitwise with results of ranks. Ranks use one thread each, so the
+# pytest process must also use one thread, because the number of threads can change the order of summation.
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
@@ -43,8 +44,8 @@ NUMERIC = {
     "test_schedules",
 }
 
-# Only the FRAMEWORKS modules and tests with DeepSpeed pools import a framework on ranks. They run in a separate
-# process, so that no other process has to import a framework.
+# Only the test modules in FRAMEWORKS and the tests that use DeepSpeed pools import a framework, such as DeepSpeed, on
+# ranks. These tests run in a separate process, so that no other test process has to import a framework.
 FRAMEWORKS = ("test_deepspeed", "test_foresight_frameworks", "test_megatron")
 
 
@@ -56,8 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--arithmetic")
-    # `__wrapped__` bypasses the cache of `cpu_has_bf16_matmul`. A cached result would be stale as soon as
-    # SHARDMUON_CPU_BF16 is set below.
+    # `__wrapped__` bypasses the cache of `cpu_has_bf16_matmul`. A cached result would be stale once the code below sets
+    # SHARDMUON_CPU_BF16.
     own = cpu_has_bf16_matmul.__wrapped__()
     if wanted != "own":
         os.environ["SHARDMUON_CPU_BF16"] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
@@ -84,7 +85,7 @@ class _Shared:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._folder = config, Path(tempfile.mkdtemp(prefix="shardmuon-tests-"))
-        self._beside: dict[str, int] = {}  # process IDs of the other processes, keyed by name
+        self._beside: dict[str, int] = {}  # process IDs of the other test processes, keyed by the name of the process
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -112,7 +113,7 @@ class _Shared:
         return _run(session, queue)
 
     def _become_other(self, other: str, items: list[pytest.Item]) -> NoReturn:
-        """Replace this process by a new Python process that runs the tests with the other matmul dtype. A new process
+        """Replace this process with a new Python process that runs the tests with the other matmul dtype. A new process
         is needed because the dtype is cached per process."""
         args = self._config.args
         # If no argument names a single test, only the files that have numeric tests are passed on, so that pytest does
@@ -133,7 +134,8 @@ class _Shared:
             return False
         self._beside.clear()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
-        # The capture file belongs to the parent process, so the child process starts a new capture.
+        # The file to which pytest captures output belongs to the parent process, so the child process starts a new
+        # capture.
         capture.stop_global_capturing()
         with (self._folder / name).open("w") as log:
             os.dup2(log.fileno(), 1)
@@ -155,7 +157,7 @@ class _Shared:
                 os.kill(process, signal.SIGTERM)
             if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) not in fine:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED if exitstatus in fine else exitstatus
-                # pytest shows the text of this report in its final summary of errors.
+                # A failed test process is added to pytest's final summary of errors by its name.
                 where = (f"{name}, see above", None, "")
                 report = pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
                 reporter.stats.setdefault("error", []).append(report)
@@ -167,7 +169,7 @@ class _Shared:
 
 
 def _unit(item: pytest.Item) -> object:
-    """Return the key of the unit that a test belongs to. All tests of a unit run in one process.
+    """Return the key of the unit (a group of tests that run in the same process) that a test belongs to.
 
     The key is the mark "framework" or "apart", the path of the test file, or "every_layout" for all files that use the
     comparisons in `every_layout.py`.

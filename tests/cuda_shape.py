@@ -96,7 +96,8 @@ class CudaShape(TorchDispatchMode):
 
     Attributes:
         launches: Number of kernel launches, keyed by the function of the step that launched them (see `_PHASES`).
-        waits: For each host synchronization, the operation that blocked the host and its line of code.
+        waits: For each host synchronization, the operation that blocked the host and the line of code that called the
+            operation.
         uploads: Lines of code that copied from CPU memory to the device.
     """
 
@@ -105,7 +106,7 @@ class CudaShape(TorchDispatchMode):
 
         Args:
             ranks: Size of a simulated process group in which this process is rank 0. The other ranks do not exist. The
-                mode acts as if they agreed in every vote and sent no data.
+                mode acts as if they agreed with this rank in every vote and sent no data.
             values: If False, tensors created on the device have shapes but no values, so that launches can be counted
                 for models of realistic size. Tensors that are copied to the device keep their values.
         """
@@ -177,8 +178,8 @@ class CudaShape(TorchDispatchMode):
             self._sync_mode = "default"
 
     def _query(self) -> bool:
-        """Return True, because the simulated device completes all work immediately. While a graph is captured, raise
-        `Refused`."""
+        """Stand in for `torch.cuda.Event.query`. Return True, because the simulated device completes all work
+        immediately. While a graph is captured, raise `Refused`."""
         if self._sync_mode == "capture":
             raise Refused("an event is asked while a graph is captured: CUDA ends the capture with an error")
         return True
@@ -187,7 +188,8 @@ class CudaShape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            # DTensor handles the operation and then calls this mode again with local tensors.
+            # DTensor's own dispatch handles an operation on DTensors, and then calls this mode again with local
+            # tensors.
             return NotImplemented
         name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -218,7 +220,7 @@ class CudaShape(TorchDispatchMode):
         empty = any(isinstance(t, OnDevice) and t.inner.is_meta for t in found)
         if empty and name == "_local_scalar_dense":
             return torch.ones((), dtype=args[0].dtype).item()
-        # The device tensor has no values, so its copy on the CPU is all zeros.
+        # A device tensor without values is copied to the CPU as zeros.
         if empty and not on_device:
             return args[0].zero_() if func._schema.is_mutable else torch.zeros(args[0].shape, dtype=kwargs.get("dtype"))
         if "device" in kwargs:
@@ -228,13 +230,13 @@ class CudaShape(TorchDispatchMode):
         if name in ("bmm", "mm") and isinstance(args[-1], torch.dtype):
             return func.overloadpacket(*(t.to(args[-1]) for t in inner_args[:2]))
         if empty and name == "copy_" and not isinstance(args[1], OnDevice):
-            # A meta tensor stores no values, so there is nothing to copy.
+            # Skip the copy from the CPU to a device tensor without values.
             return inner_args[0]
         out = func(*inner_args, **inner_kwargs)
         return out.clone() if name == "_to_copy" and any(out is t for t in inner_args) else out
 
     def _refuse(self, func: Any, name: str, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        # CUDA kernels accept 0-dim tensors on the CPU.
+        # CUDA kernels accept 0-dim CPU tensors as arguments, so only CPU tensors with at least one dim are refused.
         strangers = [t for t in tensors if not isinstance(t, OnDevice) and t.dim() > 0]
         if name not in _COPIES and 0 < len(strangers) < len(tensors):
             raise Refused(f"{func}: tensors on cuda:0 and on the CPU, at {_where()}")

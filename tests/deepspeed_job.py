@@ -29,7 +29,8 @@ from shardmuon import Muon
 from shardmuon.testing.frameworks import ZeroRun
 
 Shapes = dict[str, tuple[int, ...]]
-Groups = list[tuple[tuple[str, ...], dict[str, Any]]]  # parameter names and options of each group
+# for each parameter group, the names of its parameters and its options
+Groups = list[tuple[tuple[str, ...], dict[str, Any]]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -247,8 +248,8 @@ class Job:
     def step_dense(self, number: int) -> None:
         every = itertools.product(range(self.case.accumulate), range(dist.get_world_size()))
         parts = [factors(self.case.shapes, number, micro, rank) for micro, rank in every]
-        # The bound covers the rounding errors of the gradient norm (the root of a sum of squares), of the clipping
-        # factor, and of the clipped gradient.
+        # `bound` limits the relative error of DeepSpeed's clipped gradient. It covers the rounding errors of the
+        # gradient norm (the root of a sum of squares), of the clipping factor, and of the clipped gradient.
         bound = 2 * sum_roundoff(torch.float32, sum(map(math.prod, self.case.shapes.values())))
         for name in self.trained:
             grad = torch.stack([part[name] for part in parts]).double().mean(0).float()

@@ -1,5 +1,5 @@
-"""A helper that imports scripts from examples/ as modules. It does not add examples/ to sys.path, because other files
-in that folder could shadow libraries."""
+"""A helper for tests that imports scripts from examples/ as modules. It does not add examples/ to sys.path, because
+other files in that folder could shadow libraries."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class _Param:
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
-        # number of leading dims that index rows: 2 in a stack of matrices
+        # The number of leading dims that index rows is 2 in a stack of matrices and 1 in all other parameters.
         self._num_rows = 2 if group["view"] == "stack" else 1
         self._name, self._config, self._wire = name, config, wire
         self._steps = 0
@@ -170,7 +170,7 @@ class _Param:
             self.state[stage.key] = torch.zeros(stacked, sum(sizes) // stacked)
         return list(self.state[stage.key].view(-1).split(sizes))
 
-    def _norm(self, at: Tensor) -> Tensor:  # 0-dim fp32
+    def _norm(self, at: Tensor) -> Tensor:  # a 0-dim fp32 tensor
         return self.weight.flatten()[at].double().norm().float()
 
     def _bits(self, purpose: str) -> Tensor:
@@ -285,11 +285,11 @@ def assert_like_the_formula(
     views: Mapping[str, Callable[[], MatrixView]],
     view_options: Mapping[str, Mapping[str, Any]],
     layout: str,  # layout of the simulated ranks
-    options: Sequence[Mapping[str, Any]],  # option dicts, cycled over the parameters
-    # (weight dtype, gradient dtype) pairs, cycled over the parameters
+    options: Sequence[Mapping[str, Any]],  # option dicts of the parameter groups, used in rotation
+    # pairs (weight dtype, gradient dtype), which the parameters use in rotation
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     *,
-    copies: int = 1,  # number of parameters with each view
+    copies: int = 1,  # number of parameters for each matrix view in `views`
     lr: Callable[[float], Any] = float,
     policy: Policy = SMALL,
     device: str = "cpu",  # device of the weights
@@ -375,6 +375,7 @@ def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: Simulated
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Return True if values, dtype and device are equal. An empty `found` counts as equal to any tensor."""
+    """Return True if two tensors have equal values, dtypes and devices. An empty `found` counts as equal to any
+    tensor."""
     alike = (found.dtype, found.device) == (expected.dtype, expected.device)
     return not found.numel() or (alike and torch.equal(found, expected))

@@ -1,4 +1,5 @@
-"""Comparisons and plans of every layout, computed once and shared by all tests that use them."""
+"""Comparisons of steps on every layout with reference runs, and figures from the step plans of every layout. Both are
+computed once and shared by all tests that use them."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
-# Optimizer options and machine rates for comparisons with a single-process run, keyed by number of ranks. With the
-# rates of SHARING, one replica orthogonalizes each matrix and sends the result to the other replicas in a second
-# exchange.
+# Optimizer options, and a machine whose rates the planner uses (None: the real rates), for comparisons with a
+# single-process run, keyed by number of ranks. With the rates of the machine SHARING, one replica orthogonalizes each
+# matrix and sends the result to the other replicas in a second exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 

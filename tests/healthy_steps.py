@@ -14,7 +14,8 @@ from shardmuon import Muon, audit
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
 VARIANTS = ("normuon", "muon_eq", "hyperball", "muon_eq+normuon", "muon_eq+hyperball", "normuon+hyperball")
-IN_TURN = (*VARIANTS, *[None] * len(VARIANTS), *LATER)  # the variants in the order in which consecutive seeds use them
+# The audit tests run consecutive seeds, which use these variants in the order of the list.
+IN_TURN = (*VARIANTS, *[None] * len(VARIANTS), *LATER)
 SPECTRA = ("gauss", "power", "six decades", "rank 1", "rank 2", "low rank and noise", "orthogonal", "spike", "ones")
 
 
@@ -43,8 +44,8 @@ def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Ten
 def healthy(
     dtype: str, seed: int, largest: int, device: str = "cpu", variant: str | None = None
 ) -> tuple[list[str], list[str], int, str]:
-    """Take two steps with a randomly configured optimizer, and audit the second one. Return the findings, the status of
-    each matrix, the number of matrices, and a description of the random choices.
+    """Take two steps with a randomly configured optimizer, and audit the second one. Return the audit's findings, the
+    audit's status for each matrix, the number of matrices, and a description of the random choices.
 
     The audit tests rely on fixed seeds. Lists of choices must therefore not grow, and choices for new options must come
     from a second `Random`.

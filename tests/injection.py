@@ -81,7 +81,7 @@ COLLECTIVES = {("comm/groups.py", name) for name in ("merge", "share")}
 
 
 class Place(NamedTuple):
-    """A function of the package, identified in the same way on every rank."""
+    """A function of the package, identified by its file, line and name, which are the same on every rank."""
 
     file: str
     line: int
@@ -175,7 +175,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
-                sys.settrace(None)  # `error` is raised only once, so tracing is no longer needed.
+                sys.settrace(None)  # Stop tracing, because `error` is raised only once.
                 raise error
 
     if place is not None:
@@ -188,7 +188,9 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
 
 # ------------------------------------------------------------------------------------------------- all ranks
 
-TIMEOUT, PROMPT = 20.0, 12.0  # time limits in seconds
+# TIMEOUT is the time-out of the process group. PROMPT is the longest time that a call with a planted exception may
+# take. Both are in seconds.
+TIMEOUT, PROMPT = 20.0, 12.0
 MARK = "planted here"
 KINDS: tuple[BaseException, ...] = (
     ValueError(MARK),
@@ -301,8 +303,8 @@ def plant(
         for number in (1, 3) if again and at % 4 == 1 else (1,):
             error = kinds[(at + number - 1) % len(kinds)]
             if place.name == "is_aligned" and isinstance(error, ValueError):
-                # `state_storage` catches this ValueError and raises an error of its own, so a different exception is
-                # planted.
+                # The caller of `is_aligned` catches a ValueError and raises an error of its own, so an exception of
+                # another type is planted in `is_aligned`.
                 error = kinds[(at + number) % len(kinds)]
             victim = (at + at // len(kinds)) % dist.get_world_size()
             before(at)

@@ -91,7 +91,8 @@ def layout_of(name: str) -> list[dict[str, Any]]:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
         return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
-    # One fault uses this mesh on a single rank only. Creating a mesh is collective, so all ranks create it in advance.
+    # A fault that places a tensor on a different mesh uses this 2 x 2 mesh on a single rank only. Creating a mesh is
+    # collective, so all ranks create the mesh in advance.
     mesh_of((2, 2))
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 
@@ -102,7 +103,7 @@ class Job:
     def __init__(self, groups: Sequence[dict[str, Any]], **options: Any) -> None:
         self.specs: dict[Tensor, Spec] = {}
         self.model = nn.Module()
-        self.patches = contextlib.ExitStack()  # patches that a planted fault has applied
+        self.patches = contextlib.ExitStack()  # mock patches that a planted fault has applied
         self.optimizer = self.made(groups, **options)
 
     def made(self, groups: Sequence[dict[str, Any]], **options: Any) -> Muon:
@@ -134,7 +135,7 @@ class Job:
         return self.groups[-1]["params"][0]  # type: ignore[no-any-return]
 
     def replace(self, made: dict[str, nn.Parameter]) -> None:
-        """Replace the parameters with the given names by other tensors."""
+        """Replace the parameters that have the given names with other tensors."""
         self.specs = {made.get(spec.name, p): spec for p, spec in self.specs.items()}
         for name, p in made.items():
             self.model.register_parameter(name, p)
@@ -210,7 +211,8 @@ def _bits(value: object) -> object:
 
 
 def unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
-    """Return the names of values that differ. Tensors are compared with `torch.equal`."""
+    """Return the keys that only one of two dicts has, and the keys whose values differ. Tensors are compared with
+    `torch.equal`."""
 
     def same(x: object, y: object) -> bool:
         if isinstance(x, tuple) and isinstance(y, tuple):

@@ -1,5 +1,5 @@
-"""A scan of the source for caches and other names whose values outlive a call. Tests compare its result with the table
-in docs/kept.md."""
+"""A scan of the package's source for caches and other names whose values outlive a call. Tests compare its result with
+the table in docs/kept.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"  # the folder that contains
 
 _CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
 _WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}
-_OF_OTHERS = ("testing", "commands", "foresight")  # packages whose code does not run in a step
+# packages that are not scanned, because their code does not run in a step
+_OF_OTHERS = ("testing", "commands", "foresight")
 
 
 def _called(node: ast.AST | None) -> str:

@@ -1,4 +1,5 @@
-"""Jobs that run on ranks and are compared with the plans that `foresight` makes without ranks."""
+"""Configs of small models, and a function that compares measurements of steps on ranks with predictions that
+`foresight` makes without ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ SPARSE = decoder(96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, moe_inter
 
 
 def same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
-    """Assert that the digests, traffic and stored bytes measured on every rank equal those that `foresight`
-    predicts."""
+    """Assert that the plan digests, the traffic and the stored bytes measured on every rank equal those that
+    `foresight` predicts."""
     by_rank = {rank: c for c in exact.classes for rank in c.ranks}
     assert sorted(by_rank) == list(range(exact.world))
     assert list(exact.digests.values()) == found[0]["digests"]

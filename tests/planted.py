@@ -45,7 +45,7 @@ from shardmuon.variants import (
 Shapes = Mapping[str, tuple[int, int]]
 SHAPES: Shapes = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
 VARIED: Shapes = {"tall": (96, 32), "wide": (32, 48), "square": (40, 40)}
-TABLE = "table"  # the name of the AdamW parameter
+TABLE = "table"  # the name of the model's AdamW parameter
 
 
 def shapes_of(rows: int | None) -> Shapes:
@@ -117,7 +117,8 @@ def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int 
 
 
 def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
-    """Return a fault that calls `damage` once before the step, on the rank `rank` or, by default, on all ranks."""
+    """Return a fault that damages the job once before the step by calling `damage(job)`, on the rank `rank` or, by
+    default, on all ranks."""
 
     return lambda job: nullcontext(damage(job) if rank in (None, dist.get_rank()) else None)
 
@@ -172,8 +173,8 @@ def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int |
 
 
 def _broken(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that changes the result of every orthogonalizer, both in the step and in the audit's dense
-    reference."""
+    """Return a fault that applies `change` to the results of all orthogonalization methods, both in the step and in the
+    audit's dense reference."""
 
     def wrong(iteration: Any) -> Any:
         return lambda y, **given: change(iteration(y, **given))
@@ -234,7 +235,7 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = 0  # With one sample per audit, audit number 0 checks matrix 0.
+    job.optimizer.audits.num_audits = 0  # If an audit checks only one matrix, audit number 0 checks matrix 0.
     return _results(lambda o: o.roll(-1, 0))(job)
 
 
@@ -342,7 +343,8 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
     before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in job.params.values()}
 
     def products(name: str, tiles: Any, numbers: Any) -> None:
-        # In a single process, each tile is a full matrix.
+        # The fault is planted in a single process, where each tile in `tiles` is a full matrix, so it can be cut in
+        # halves.
         for weight in tiles:
             for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
                 half.mul_((norm / half.double().norm()).float())
@@ -370,7 +372,7 @@ class Fault:
 
     plant: Plant
     names: set[str]
-    where: set[str] | None = None  # names of the reported parameters, or None to allow any
+    where: set[str] | None = None  # names of the parameters that the audit must report, or None to allow any names
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)

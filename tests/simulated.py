@@ -44,8 +44,8 @@ EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
-    """Return a context in which plans are made with the rates of `machine`, or with the real rates if `machine` is
-    None."""
+    """Return a context in which the planner uses the compute and network rates of `machine`, or the real rates if
+    `machine` is None."""
     return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
@@ -205,8 +205,9 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return test parameters for `rows`. Every `every`-th row also runs with the other matmul dtype. This is enough,
-    because the dtype does not change which rank owns a matrix."""
+    """Return a `pytest.param` for each row. Every `every`-th row is marked `numeric`, so that it also runs with the
+    other matmul dtype. Running only some rows with both dtypes is enough, because the dtype does not change which rank
+    owns a matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 
@@ -216,7 +217,7 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 
 def planned(
     layouts: Sequence[ParamLayout],
-    groups: Sequence[Mapping[str, Any]],  # options of each parameter
+    groups: Sequence[Mapping[str, Any]],  # the options of each parameter's parameter group
     config: MuonConfig = _AUTO,
     policy: Policy = SMALL,
     *,
@@ -326,7 +327,8 @@ class SimulatedRanks:
                 )
                 for rank, program in programs.items()
             ]
-            # In each iteration of this loop, every rank runs one phase of the bucket's program.
+            # `runs` has one iterator per rank. In each iteration of the loop, every simulated rank runs one phase of
+            # its program for the bucket.
             while runs:
                 runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(len(b.items) for program in programs.values() for b in program.batches)
@@ -339,7 +341,8 @@ class SimulatedRanks:
         return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
 
     def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
-        """Return the sets of ranks that sum norms together, each as a dict that maps a rank to its `WeightSet`."""
+        """Return the sets of ranks that sum the squared norms of weights together, each set as a dict that maps a rank
+        to its `WeightSet`."""
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}

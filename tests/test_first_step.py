@@ -113,8 +113,9 @@ GIVEN: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_is_likely_given_by_mistake_is_refused_with_what_to_write(name: str) -> None:
-    """The error must tell the user what to write instead. Sets of parameters or options are rejected, too, because the
-    order of a set differs between processes."""
+    """If a user passes a wrong argument that is a likely mistake, such as `model.parameters()`, the error must tell the
+    user what to write instead. Sets of parameters or options are rejected, too, because the order of a set differs
+    between processes."""
     act, kind, says = GIVEN[name]
     with pytest.raises(kind, match=says):
         act()

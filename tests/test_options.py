@@ -103,8 +103,8 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved = torchs.state_dict()
     with pytest.raises(ValueError, match="parameter 0 of group 1: its state in the checkpoint is"):
         ours.load_state_dict(saved)
-    # A checkpoint without state for the AdamW parameter is accepted. AdamW then starts from zero moments, because it
-    # cannot use the momentum of Muon.
+    # A checkpoint of torch.optim.Muon is accepted if it has no state for a parameter that is in an AdamW group of
+    # `Muon`. AdamW then starts from zero moments, because it cannot use the momentum of Muon.
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]

@@ -49,7 +49,7 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def sum_roundoff(
-    dtype: torch.dtype,  # dtype in which the sum is accumulated
+    dtype: torch.dtype,  # dtype in which the terms of the sum are accumulated
     num_terms: int,
 ) -> float:
     """Return the expected rounding error of a sum, relative to the sum. See [Note: one rounding]."""
@@ -82,7 +82,7 @@ def assert_bitwise(found: Any, expected: Any, what: str = "value") -> None:
         assert found == expected, f"{what}: found {found!r}, expected {expected!r}"
 
 
-def _bytes(tensor: Tensor) -> Tensor:  # (elements, bytes)
+def _bytes(tensor: Tensor) -> Tensor:  # (number of elements, bytes per element), uint8
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 
@@ -142,10 +142,10 @@ def _double(value: Any) -> Tensor:
 
 
 def steps_written_out(
-    matrix: Tensor,  # (rows, cols)
+    matrix: Tensor,  # shape (rows, cols)
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
-) -> Tensor:  # (rows, cols) fp64
+) -> Tensor:  # shape (rows, cols), fp64
     """Compute the Newton-Schulz steps directly from the formula, with every matmul rounded to `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -188,7 +188,7 @@ def orthogonalization_bound(
 
 
 def polar_bound(
-    matrix: Tensor,  # (rows, cols)
+    matrix: Tensor,  # shape (rows, cols)
     rank: int | None = None,
 ) -> float:
     """Return an upper bound on the error, in the Frobenius norm, of a polar factor computed from an SVD in fp64. See
@@ -202,8 +202,8 @@ def polar_bound(
 
 
 def assert_same_orthogonalization(
-    found: Tensor,  # (rows, cols)
-    expected: Tensor,  # (rows, cols)
+    found: Tensor,  # shape (rows, cols)
+    expected: Tensor,  # shape (rows, cols)
     *,
     dtype: torch.dtype,
     coefficients: Coefficients = KELLER,

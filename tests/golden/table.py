@@ -57,8 +57,8 @@ class Options:
     """A named set of optimizer options.
 
     Attributes:
-        muon: Keyword arguments of the constructor.
-        dtypes: The names in `DTYPES` for which the options are tested; empty means all.
+        muon: Keyword arguments of the constructor of `Muon`.
+        dtypes: The names in `DTYPES` with which the options are tested. If empty, all names are used.
         lr_tensor: Whether the learning rate is a tensor.
         without: Names of parameters that do not support these options.
     """
@@ -128,8 +128,8 @@ OPTIONS: dict[str, Options] = {
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
     **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
-# Each value maps step numbers to the slice of parameters that have no gradient in that step. In all other steps, every
-# parameter has a gradient.
+# MISSING names patterns of missing gradients. Each pattern maps step numbers to the slice of parameters that have no
+# gradient in that step. In all other steps, every parameter has a gradient.
 MISSING: dict[str, Mapping[int, slice]] = {
     "all gradients": {},
     "some missing": {1: slice(1, None, 2), 2: slice(0, None, 3)},
@@ -158,7 +158,8 @@ class Row(NamedTuple):
 
 
 def dealt(names: Iterable[str], draw: random.Random) -> Iterator[str]:
-    """Yield the names forever. Each round yields every name once, in a new random order."""
+    """Yield the given names in an endless series of rounds. Each round yields every name once, in a new random
+    order."""
     pack = list(names)
     while True:
         yield from draw.sample(pack, len(pack))

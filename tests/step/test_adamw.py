@@ -41,8 +41,8 @@ def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_process_has_torchs_bits(dtype: torch.dtype) -> None:
-    """The results must equal those of torch's fused AdamW kernel. Tensor sizes are multiples of the SIMD width, because
-    the kernel rounds differently for remainder elements that do not fill a SIMD register."""
+    """The results of Muon's AdamW groups must equal those of torch's fused AdamW kernel. Tensor sizes are multiples of
+    the SIMD width, because the kernel rounds differently for remainder elements that do not fill a SIMD register."""
     mine, theirs = parameters(dtype, WHOLE), parameters(dtype, WHOLE)
     ours = Muon(adamw_group(mine), lr=1e-3)
     torchs = torch.optim.AdamW(theirs, **OPTIONS, fused=True)
@@ -70,8 +70,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
     for at, optimizer in enumerate(made):
         if at:
             optimizer.load_state_dict(copy.deepcopy(made[at - 1].state_dict()))
-        # Loading a state dict that Muon saved removes the options that only torch.optim.AdamW has, such as amsgrad, so
-        # the test sets them again.
+        # If torch.optim.AdamW loads a state dict that Muon saved, its parameter groups lose the options that Muon does
+        # not have, such as amsgrad, so the test sets these options again.
         if at == 2:
             optimizer.param_groups[0].update(fused=True, amsgrad=False, maximize=False, foreach=None, capturable=False)
         run(optimizer, params, (2 * at, 2 * at + 1))
@@ -134,8 +134,8 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) ->
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
 
 
-# Functions that copy a tensor. All except torch.clone return a copy whose strides differ from the original's or whose
-# address is unaligned.
+# Functions that copy the initial weights of a parameter. All except torch.clone return a copy whose strides differ from
+# the original's or whose address is unaligned.
 FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],

@@ -29,8 +29,8 @@ from shardmuon.testing.layouts import mesh_of
 
 
 class Fault(NamedTuple):
-    """A fault on one rank: the function that makes the change, a pattern for the error message on all ranks, and the
-    exception class raised on that rank."""
+    """A fault on one rank: the function that changes the job on this rank (a gradient or an option, for example), a
+    pattern for the error message on all ranks, and the class of the exception that the faulty rank must raise."""
 
     do: Callable[[Job], Any]
     says: str
@@ -98,7 +98,8 @@ def _listed(order: slice) -> Callable[[Job], None]:
 
 def _renamed(job: Job) -> None:
     job.groups[0]["param_names"] = ["x", "y", "z"][: len(job.groups[0]["params"])]
-    # Muon reads parameter names only when it makes a plan. If there is no plan, the next call reads the new names.
+    # Muon reads parameter names only when it makes a plan. Discard the plan, so that the next call reads the changed
+    # names.
     job.optimizer.binding = None
 
 
@@ -259,7 +260,8 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
         elif kind == "mesh":
             mesh, placements = mesh_of((2, 2)), (Replicate(), Shard(0))
             local = torch.ones(5, 8)
-        # The placements are swapped, so an off-diagonal rank of the mesh stores a different block of the same shape.
+        # In the kind "crossed", the tensor's placements on the two mesh axes are swapped, so an off-diagonal rank of
+        # the mesh stores a different block of the same shape.
         elif kind == "crossed":
             placements = placements[::-1]
         else:
@@ -325,8 +327,8 @@ def _anew(job: Job) -> None:
 
 
 class Call(NamedTuple):
-    """A call on an optimizer, a function that prepares the job for this call, and whether the call must detect every
-    fault."""
+    """A call that uses an optimizer, such as `step`; a function that prepares the job for this call; and whether the
+    call must detect every fault."""
 
     call: Callable[[Job], object]
     before: Callable[[Job], object] = lambda job: None
@@ -340,7 +342,7 @@ CALLS = {
     "clip": Call(lambda job: clip_grad_norm_(job.optimizer, 0.5, process_group=dist.group.WORLD), notices_all=False),
 }
 OF_ADAMW = (" eps", " betas", " adamw")
-Round = dict[int, str]  # A Round maps each rank that has a fault to the name of the fault.
+Round = dict[int, str]  # For one call on all ranks, a Round maps each rank with a fault to the name of the fault.
 # Found holds the class and the message of the exception that a call raised on one rank, and the names of all wrong
 # values: those changed by the call that raised, and those that differ after the next step from an identical job that
 # never made this call.
@@ -385,8 +387,8 @@ def _component(layout: str, ranks: set[int]) -> set[int]:
 
 
 def _check(layout: str, call: str, rounds: Sequence[Round], everyone: Sequence[list[Found]]) -> int:
-    """Check the errors that all ranks raised in each round, and return the number of rounds in which the call raised an
-    error."""
+    """Check the errors that all ranks raised in each round (one call on all ranks, with faults on some of them). Return
+    the number of rounds in which the call raised an error."""
     refused = 0
     for number, faults in enumerate(rounds):
         concerned = _component(layout, set(faults))
@@ -432,7 +434,8 @@ AGAINST_STATE = (
     "AdamW cast",
     "weight",
 )
-# A first step must detect the faults in FRESH as well, because these faults do not depend on existing optimizer state.
+# Even a first step, before which there is no optimizer state, must detect the faults in FRESH, because these faults do
+# not depend on the state.
 FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
 # Each row gives a layout, a call, the number of ranks, the faults that are made in each round, and the minimum number
 # of rounds in which the call must raise an error.

@@ -107,10 +107,11 @@ class Case(NamedTuple):
 
     Attributes:
         world: Number of ranks.
-        jobs: Functions that each create a job. Exceptions are raised only in functions that no earlier job has called.
-        what: The name of the call.
+        jobs: Functions that each create a job, which then makes the call. In a later job, exceptions are raised only in
+            functions of the package that no earlier job has called.
+        what: The kind of call, such as "step" or "clip" (see `_calls`).
         least: The minimum number of injected exceptions that must raise an error on all ranks.
-        stride: Exceptions are raised in every `stride`-th function.
+        stride: Of the functions that the call enters, exceptions are raised in every `stride`-th one.
     """
 
     world: int
@@ -135,13 +136,13 @@ CASES = {
 
 
 class Calls(NamedTuple):
-    """The call of one job in which exceptions are raised.
+    """A call that one job makes, and the range of functions in which exceptions are raised during this call.
 
     Attributes:
-        job: The job that makes the call.
-        call: Makes the call.
+        job: The job whose optimizer or model `call` uses.
+        call: A function without arguments, such as the optimizer's `step`, in which exceptions are raised.
         begin, last: The functions between which exceptions are raised (see `known_places`).
-        between: Prepares the job before each call. Takes a seed.
+        between: A function that takes a seed and prepares the job before each call.
     """
 
     job: Job
@@ -173,7 +174,8 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
         optimizer.prepare()
         return Calls(job, optimizer.step, "step", None, lambda seed: optimizer.state.clear())
     if what == "plan":
-        # Fill the caches first, since functions whose results are cached do not run again in later calls.
+        # Call `prepare` once to fill the caches, because functions whose results are cached do not run again in later
+        # calls.
         optimizer.prepare()
         return Calls(job, optimizer.prepare, "renew", "_none", lambda seed: None)
     if what in ("save", "load"):
@@ -230,8 +232,9 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # Gradients are not compared: after an unscaling that raised an error, they must be recomputed anyway, and
-        # clipping may redistribute a gradient before its second message exchange.
+        # For "unscale" and "clip twice", gradients may change although the call raised an error, so they are not
+        # compared. After a failed unscaling, gradients must be recomputed anyway, and clipping may redistribute a
+        # gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
         # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in an exception class of its
         # own, so the exceptions in STAYS do not keep their type.

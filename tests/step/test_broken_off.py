@@ -38,7 +38,8 @@ from shardmuon.step.stages import WeightSet
 from shardmuon.step.update import Side
 from shardmuon.testing import RankPool
 
-# Each of four ranks owns four of 16 matrices, and each bucket has one matrix of each owner.
+# Each of four ranks owns (orthogonalizes) four of 16 matrices. Each bucket has one matrix of each owner, so there are
+# four buckets.
 NUM_BUCKETS = 4
 PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds. VICTIM is the rank that fails.
 
@@ -76,8 +77,8 @@ class Case(NamedTuple):
     """A way in which one rank fails during a step.
 
     Attributes:
-        layout: The layout of the job.
-        how: A key of `HOW`, which says how the rank fails.
+        layout: The layout of the job's parameters on the ranks.
+        how: How the rank fails, as a key of `HOW`.
         holder, name, calls: The rank fails after `calls` calls of the function `holder.name`. If `calls` is 0, it fails
             instead of the first call.
         says: A pattern for the errors of the other ranks.

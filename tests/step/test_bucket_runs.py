@@ -23,7 +23,8 @@ from shardmuon.price.machines import MACHINES
 from shardmuon.step import update as update_module
 from shardmuon.step.update import Side
 
-# Each case gives optimizer options, the dtype of the weights, and the maximum number of elements that one call updates.
+# Each case gives optimizer options, the dtype of the weights, and the maximum number of elements that are updated at a
+# time.
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {
     "plain": ({}, torch.float32, 1 << 17),
     "no nesterov": (

@@ -61,7 +61,8 @@ def _made(
 
 
 def _found(job: Job) -> dict[str, Tensor]:
-    """Return, by name, a job's weights and the state that post-processing stages (such as NorMuon) keep for them."""
+    """Return, keyed by name, a job's weights and the state that post-processing stages (such as NorMuon) keep for
+    them."""
     kept = [(spec.name, {"weight": p, **job.state.get(p, {})}) for p, spec in job.specs.items()]
     return {f"{name} {key}": _values(of[key]) for name, of in kept for key in ("weight", *KEPT_KEYS) if key in of}
 
@@ -262,7 +263,7 @@ BUDGETS = {
     ("standard", 1): 375,
     ("gram", 8): 182,
     ("gram", 1): 791,
-    ("auto", 8): 168,  # "auto" picks "gram" only for shapes where it takes fewer FLOPs.
+    ("auto", 8): 168,  # method="auto" picks the Gram form only for shapes where the Gram form takes fewer FLOPs.
     ("auto", 1): 747,
 }
 
@@ -285,8 +286,8 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["vote"] == found.launches["validate"] == 0
     assert found.launches["update_momentum"] == 3 * n * min(ranks, 2), "momentum, Nesterov's sum, the copy"
     assert found.launches["start"] == (2 * n if ranks > 1 else 0)
-    # The launches per bucket are the weight decay, one addition for each of up to three scales, and the cast of bf16
-    # results to fp32.
+    # For each bucket, `apply_results` launches one kernel for the weight decay, one addition for each of up to three
+    # scales, and one cast of bf16 results to fp32.
     assert found.launches["apply_results"] <= n * (1 + 3 + 1)
     assert found.launches["step_adamw"] <= 11
     bucket, portion = 32 * 2**20, 4 * 2**24

@@ -31,9 +31,10 @@ def _audited(layout: str, **given: Any) -> Comparison:
         return Comparison.with_dense(layout, audit_every=1, **given)
 
 
-# Each row gives the comparison, the layouts and the options. On several ranks, an owner batches fewer matrices than a
-# single process, so a matrix may be in a different slot of its batch and next to different matrices. The result for a
-# matrix must depend neither on its slot nor on the other matrices.
+# Each row gives a function that compares a step on a layout with a reference, the layouts, and the optimizer options.
+# On several ranks, an owner batches fewer matrices than a single process, so a matrix may be in a different slot of its
+# batch and next to different matrices. The result for a matrix must depend neither on its slot nor on the other
+# matrices.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
@@ -81,7 +82,7 @@ def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, option
     ("world", "layout"),
     [
         pytest.param(world, name, marks=[pytest.mark.numeric] if world == 4 and at % 6 == 0 else [])
-        # The loop over the number of ranks is the outer one, so that each pool of ranks starts only once.
+        # The outer loop is over the number of ranks, so that the pool of ranks for each number starts only once.
         for world, names in ROWS.items()
         for at, name in enumerate(names)
     ],
@@ -99,15 +100,16 @@ def test_a_row_cuts_later_tensors_as_its_builder_does() -> None:
     full = {name: torch.randn(case.shape).bfloat16() for name, case in PARAMS.items()}
     for name, row in LAYOUTS.items():
         shape = row.mesh(dist.get_world_size())
-        # The first call of `build` caches the sharding, and the second call applies it to tensors with different
-        # values.
+        # The first call of `build` shards tensors of zeros and caches how they are sharded. The second call must shard
+        # tensors with other values in the same way.
         row.build({n: torch.zeros_like(t) for n, t in full.items()}, shape)
         cut, built = row.build(full, shape), row.builder(full, shape)
         assert [n for n in built if _seen(cut[n]) != _seen(built[n])] == [], name
 
 
 def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return everything that an optimizer can read from a tensor and from a parameter made from this tensor."""
+    """Return everything that an optimizer can read from a (sharded) tensor and from a parameter made from this tensor,
+    so that two tensors can be compared."""
     found: list[object] = []
     for t in (tensor, parameters({"": tensor})[""]):
         local = t.detach().to_local() if isinstance(t, DTensor) else t.detach()

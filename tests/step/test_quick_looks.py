@@ -97,8 +97,8 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-# TOLD maps some of the changes to patterns. Each of these changes must cause an error whose message matches the
-# pattern.
+# Keys of TOLD are names of changes to a gradient or to optimizer state that must make the validation before a step
+# raise an error. The values are patterns for the error message.
 TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",
@@ -118,7 +118,8 @@ VECTOR_CHANGES: dict[str, Change] = {
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
-    """Return everything that the step's validation of gradients and state computes, or the error that it raises."""
+    """Run the validation of gradients and optimizer state that precedes a step. Return everything that it computes, or
+    the error that it raises."""
     binding = optimizer.binding
     assert binding is not None
     with torch.no_grad():
@@ -131,7 +132,8 @@ def _validated(optimizer: Muon) -> dict[str, object]:
 
 
 def _told(found: object) -> object:
-    """Replace all tensors by their dtypes, strides and values, so that two results can be compared."""
+    """Replace all tensors in a result of validation with their dtypes, strides and values, so that two results can be
+    compared with `==`."""
     return tree_map_only(Tensor, lambda t: (t.dtype, t.stride(), t.device if t.is_meta else t.tolist()), found)
 
 

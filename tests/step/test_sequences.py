@@ -102,8 +102,8 @@ def groups_in(layout: str) -> list[Group]:
 
 @dataclass
 class Kept:
-    """A snapshot from which a job can be restored: weights and state by name, the groups in the optimizer, and the
-    removed groups."""
+    """A snapshot from which a job can be restored: the weight and the optimizer state of each parameter, keyed by name,
+    the parameter groups in the optimizer, and the removed parameter groups."""
 
     named: dict[str, dict[str, Any]]
     groups: list[Group]
@@ -245,7 +245,7 @@ class Sequence:
                 group["lr"] = float(lr) if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
                 if group["use_muon"]:
                     group["ns_coefficients"] = [list(row) for row in [(3.4445, -4.7750, 2.0315)] * 5]
-                    # Changing AdamW's betas must have no effect on matrices.
+                    # Changing AdamW's betas in a Muon group must have no effect on the update of matrices.
                     group["betas"] = (0.5, 0.5)
         self.train()
         for group, old in zip(self.job.groups, before, strict=True):
@@ -263,7 +263,8 @@ class Sequence:
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
             self.job.step()
         hook.remove()
-        # Either the step ended before the interrupt, or the interrupt hit torch's wrapper after the step had ended.
+        # If `done` is not empty, the step ended before the interrupt, or the interrupt hit torch's wrapper of the step
+        # after the step itself had ended.
         if done:
             self.stepped(grads)
         elif self.job.optimizer.broken is not None:
@@ -430,7 +431,7 @@ class Sequence:
         one.specs += other.specs
 
     def add_a_group(self) -> None:
-        """Add a group back after it has been out of the optimizer for at least one step."""
+        """Add a removed parameter group back to the optimizer, at least one step after its removal."""
         if not self.now.away:
             self.take_a_group_out()
             self.train()
@@ -444,7 +445,7 @@ class Sequence:
 
 
 class _Interrupted(TorchDispatchMode):
-    """A dispatch mode that raises KeyboardInterrupt instead of running operation `number`."""
+    """A dispatch mode that raises KeyboardInterrupt instead of running the tensor operation with the index `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -91,9 +91,9 @@ def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL,
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
 def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
-    """State with five and with eight numbers, including NaNs with payload bits, is written at an odd offset of an
-    exchange buffer and read back with different strides. Neither the bits of the state nor the rest of the buffer may
-    change."""
+    """State of post-processing stages, with five and with eight numbers, including NaNs with payload bits, is written
+    at an odd offset of an exchange buffer and read back with different strides. Neither the bits of the state nor the
+    rest of the buffer may change."""
     views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
     layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
@@ -144,8 +144,8 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
     for rank in (2, 4, 5):
-        # The other ranks must not warn. A warning on these ranks would fail the test, because pytest turns warnings
-        # into errors.
+        # Only rank 1 may warn about matrices of zeros. On the other ranks, a warning from `report` would fail the test,
+        # because pytest turns warnings into errors.
         ranks.watches[rank].report()
     first = [{rank: kept.clone() for rank, kept in of_param[0].items()} for of_param in ranks.kept]
     assert all((kept > 0).all() for of_param in first for kept in of_param.values())
@@ -161,7 +161,8 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
     ranks = SimulatedRanks(plan, [torch.randn(view.shape)])
     for kept in ranks.kept[0][0].values():
         kept.fill_(0.25)
-    # The first step must keep the loaded norms, because a step computes norms only if none are stored.
+    # The first step must keep the weight norms that were loaded into Hyperball's state, because a step computes weight
+    # norms only if none are stored.
     ranks.step([torch.randn(view.shape)], [group])
     assert all(torch.equal(kept, torch.full((1, 1), 0.25)) for kept in ranks.kept[0][0].values())
 

@@ -46,7 +46,8 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A test case: optimizer options, and pairs of (weight, gradient) dtypes, which the parameters use in rotation."""
+    """A test case of stored dtypes: options that set how momentum and weights are stored, other optimizer options, and
+    pairs of (weight, gradient) dtypes, which the parameters use in rotation."""
 
     storage: Mapping[str, Any] = MappingProxyType({})
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)
@@ -138,7 +139,7 @@ def test_momentum_weights_and_lr_may_lie_elsewhere(
 ) -> None:
     """Weights or the step's buffers are on a simulated CUDA device. This device raises an error for operations that mix
     tensors on different devices, so the step must move every tensor explicitly."""
-    # If an engine has offloaded the weights, the step's buffers and the weights are on different devices.
+    # If a framework has offloaded the weights to the CPU, the step's buffers and the weights are on different devices.
     if "buffers" in places:
         monkeypatch.setattr(binding, "offloaded_from", lambda _: torch.device(places["buffers"]))
     with CudaShape():

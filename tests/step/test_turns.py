@@ -11,9 +11,9 @@ import pytest
 
 from shardmuon.price.clock import turns
 
-# A bucket is described by its ranks and by whether its results are relayed to other replicas.
+# A bucket is described by a pair: its ranks, and whether its results are relayed to other replicas.
 Bucket = tuple[tuple[int, ...], bool]
-Exchange = tuple[str, int]  # An exchange is described by its type and by the number of its bucket.
+Exchange = tuple[str, int]  # the type of an exchange (such as "gather"), and the number of its bucket
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
 
 
@@ -37,8 +37,8 @@ def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str,
 
 
 def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[int, list[Exchange]]]:
-    """Simulate all ranks. Return whether all ranks finish without a deadlock, and the exchanges that each rank has
-    posted."""
+    """Simulate the exchanges of a step on all ranks. Return whether all ranks finish without a deadlock, and the
+    exchanges that each rank has posted."""
     left: dict[int, list[tuple[str, str, int]]] = {}
     for rank in sorted({rank for of_bucket, _ in buckets for rank in of_bucket}):
         mine = [number for number, (of_bucket, _) in enumerate(buckets) if rank in of_bucket]

@@ -42,8 +42,8 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
     # The optimizer must accept its own state dict after a group has changed from Muon to AdamW.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[1]["use_muon"] = True
-    # The parameter "b" must start with fresh state, because its old state belongs to the weights from two steps
-    # earlier.
+    # When the group of parameter "b" changes back from AdamW to Muon, "b" must start with fresh state, because its old
+    # Muon state belongs to the weights from two steps earlier.
     fresh = nn.Parameter(params["b"].detach().clone())
     for one in (optimizer, Muon([("b", fresh)], lr=0.02, variant=variant, weight_decay=0.0)):
         _steps(one, range(4, 6))
