@@ -181,8 +181,8 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128), (256, 256)], ids=str)
 def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]) -> None:
     """All post-processing stages together take one pass to read a matrix and one to scale it. Hyperball adds one pass
-    for the norm of the weights and one to scale them. MuonEq's row norms replace the norm of the matrix, and MuonEq's
-    scaled result replaces the divided copy."""
+    for the norm of the weights and one to scale them. MuonEq adds no pass: it computes row norms instead of the norm of
+    the matrix, and writes a scaled matrix instead of a matrix divided by its norm."""
     how = {"method": "standard"}
     plain = _passes(*shape, **how)
     of_weights = {"_foreach_norm": 1, "_foreach_mul_": 1}

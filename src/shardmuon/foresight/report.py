@@ -46,7 +46,8 @@ _EXCHANGES = ("gather", "scatter", "relay")
 # worst
 _Pick = Mapping[str, int]
 _Ends = NDArray[np.float64]  # array of shape (3,) with the best, middle and worst value of an estimate
-_Seconds = dict[str, _Ends]  # dict from uncertain factor to the part of a time that depends on the factor, in seconds
+# dict from the name of an uncertain factor to the part of an estimated time, in seconds, that depends on the factor
+_Seconds = dict[str, _Ends]
 _Key = tuple[object, ...]  # identifier of a bucket, equal on all ranks that exchange the bucket's matrices
 
 

@@ -92,8 +92,8 @@ class _LayoutCase:
         return self.groups(self.mesh(world))
 
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-        """Move full tensors to the device type of new meshes, shard the tensors, and return this rank's shards. All
-        ranks of the default group must call this method."""
+        """Shard full tensors with this layout, after moving them to the device type of its meshes, and return this
+        rank's shards. All ranks of the default group must call this method."""
         tensors = {name: t.to(_KIND[-1]) for name, t in tensors.items()}
         # Reuse an earlier result of the layout's builder if possible (see [Note: cut once]). This is not possible for
         # tensors of mixed dtypes, because a framework can shard each dtype in a separate buffer.
