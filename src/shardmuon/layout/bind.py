@@ -46,7 +46,8 @@ class Listed(NamedTuple):
         param, group: The tensor and its parameter group.
         view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the tensor holds no
             matrices (an AdamW parameter).
-        options: Text that lists further options, which must be equal on all ranks that share the parameter.
+        options: Text that lists the parameter's other options, such as its dtype. The text must be equal on all ranks
+            that share the parameter.
     """
 
     name: str
@@ -182,9 +183,9 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ties of the parameters that `waiting` returns. The ties of a parameter are the ranks that share the
-    parameter. Return a dict from ties to the sets of ranks in them. The other ranks of these sets wait for this rank's
-    message, so an error does not stop the search: the error is recorded in `fault`, and its parameter is left out. If
+    """For each parameter that `waiting` returns, find its ties, that is, the ranks that share the parameter. Return a
+    dict from each `Ties` to its sets of ranks. The other ranks of these sets wait for this rank's message, so an error
+    for one parameter does not stop the search: the error is recorded in `fault`, and the parameter is left out. If
     `fault` contains an error afterwards, the search is repeated once, because an interruption can end a search
     early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
@@ -266,11 +267,11 @@ def bind(
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Return one line of text with those properties of a parameter that must be equal on all ranks that share the
-    parameter. `compared` is True if the ranks compare the values of replicas."""
+    """Describe, in one line of text, the properties of a parameter that must be equal on all ranks that share it.
+    `compared` is True if these ranks also compare the values of their replicas."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-    # a size of -1 stands for a dim that ranks cut into parts of arbitrary sizes
+    # in the shape, a size of -1 marks a dim that ranks cut into parts of arbitrary sizes
     sizes = f"{shape}".replace("-1", "any")
     title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
     return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
@@ -278,8 +279,8 @@ def _line(one: _Described, compared: bool) -> str:
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
     """Make the error message for ranks that describe a shared parameter differently. The message compares the first
-    rank with the first other rank whose list of parameters differs. It shows the first parameter whose descriptions
-    differ, without the properties that both descriptions have in common."""
+    rank with the first other rank whose list of parameters differs. It shows the first parameter that these two ranks
+    describe differently, without the properties on which they agree."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):
@@ -331,15 +332,15 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # contains one layout table, or nothing if this rank has an error
+    table: Sequence[Table],  # list of one layout table; empty if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
 ) -> None:
     """Compare the fingerprints of all replicas of parameters, and raise an error on all ranks if any rank finds a
     difference or has an error. Collective over `component`."""
-    # Dict from a tuple (set of ranks, position of a parameter among the parameters that these ranks share) to the
-    # fingerprint of the parameter's local storage.
+    # Fingerprint of each replicated parameter's local storage. The keys are tuples (set of ranks, position of the
+    # parameter among the parameters that these ranks share).
     prints = dict[tuple[Ranks, int], int]()
     with fault:
         if table and fingerprint is not None:
@@ -350,7 +351,7 @@ def _compare_replicas(
                 if table[0].layouts[number].has_replicas
             }
     found = dict(zip(component, gather(prints, component, fault), strict=True))
-    if any(found.values()):  # `found` is equal on all ranks, so either all ranks call `gather` or none does
+    if any(found.values()):  # all ranks gathered the same `found`, so either all ranks call `gather` again or none does
         with fault:
             for ranks, at in prints:
                 number = table[0].sets[ranks][at]

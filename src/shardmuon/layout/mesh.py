@@ -23,12 +23,12 @@ tensor-parallel group, or ranges of flattened elements.
     TransformerEngine call the stride `partition_stride`.
 
 [Note: placement of stage state]
-    Some stages of variants, such as NorMuon's, store values for each matrix between steps ([Note: state of stages] in
-    variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per row).
-    The state tensor is replicated on every rank that shares the parameter, including ranks that store no part of the
-    parameter, because torch's checkpoints read replicated tensors from any rank. The exception is a stack of matrices
-    (experts) that a mesh shards along dim 0: each rank then stores the values of its own matrices, and the state tensor
-    is placed like the parameter.
+    Some post-processing stages of Muon variants, such as NorMuon's, store values for each matrix between steps ([Note:
+    state of stages] in variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or
+    1, values per row). The state tensor is replicated on every rank that shares the parameter, including ranks that
+    store no part of the parameter, because torch's checkpoints read replicated tensors from any rank. The exception is
+    a stack of matrices (experts) that a mesh shards along dim 0: each rank then stores the values of its own matrices,
+    and the state tensor is placed like the parameter.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class OnMesh(NamedTuple):
 
     def kept(self, layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
         """Make the layout of a state tensor that contains `sizes[i]` values for matrix i of a parameter on this mesh. A
-        stage of the variant (such as NorMuon) stores these values between steps ([Note: placement of stage state]).
-        `layout`: layout of the parameter."""
+        post-processing stage of a Muon variant (such as NorMuon's) stores these values between steps ([Note: placement
+        of stage state]). `layout`: layout of the parameter."""
         view, is_stack = layout.view.kept(sizes), layout.view.num_row_dims == 2
         # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate the state
         # tensor.

@@ -76,9 +76,9 @@ class MatrixView:
         return (*strides[:d], period * strides[d], *strides[d:])
 
     def kept(self, sizes: Sequence[int]) -> MatrixView:
-        """Make the view of a state tensor that holds `sizes[i]` values for matrix i. The state tensor of a stack has
-        one row per stacked entry, and any other state tensor has a single row. A row contains the values of all
-        matrices of its entry, one matrix after the other."""
+        """Make the view of a state tensor that holds `sizes[i]` values for matrix i. For a stack, the state tensor has
+        one row per index of dim 0; for any other tensor, it has a single row. A row contains the values of its
+        matrices, one matrix after the other."""
         num_stacked = self.shape[0] if self.num_row_dims == 2 else 1
         of_row = sizes[: len(sizes) // num_stacked]
         starts = list(itertools.accumulate(of_row, initial=0))
@@ -131,12 +131,13 @@ def matrix_view(
             "tuple of the rows of each"
         )
     dims = tuple(int(size) for size in shape)
-    # `split_sizes` splits rows (0) or columns (1) of the stored tensor
+    # 1 if `split_sizes` splits the columns of the stored tensor, 0 if it splits the rows
     split_dim = 1 if transposed and split_sizes is not None else 0
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    if len(blocks) == 1:  # with a single block per repeat, the blocks of all repeats are adjacent and form one block
+    # if each repeat is a single block, the blocks of all repeats are adjacent and form one large block
+    if len(blocks) == 1:
         blocks, groups = (blocks[0] * groups,), 1
     d = of_rows + split_dim
     matrices = []
@@ -180,11 +181,13 @@ def _block(
     """Make the `_Matrix` for one block of a tensor's rows or columns. `block`: (index of the matrix in a stack, first
     index of the block within a repeat, size of the block)."""
     expert, first, size = block
-    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # (number of rows, number of columns), as stored
+    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # numbers of rows and columns of the stored block
     sides[split_dim] = size * groups
-    # Stride of the stored rows and stride of the stored columns, in the row-major matrix.
+    # Distances, in elements of the row-major matrix, between neighboring rows and between neighboring columns of the
+    # stored tensor.
     steps = (1, sides[0]) if transposed else (sides[1], 1)
-    # For each dim of the fine index space ([Note: the fine index space]): (first index, size, stride in the matrix).
+    # Position of the block, as a tuple (first index, size, stride in the matrix) for each dim of the fine index space
+    # ([Note: the fine index space]).
     ranges = [(0, dims[of_rows], steps[0])]
     inner = row_major(dims[of_rows + 1 :])
     ranges += [(0, n, stride * steps[1]) for n, stride in zip(dims[of_rows + 1 :], inner, strict=True)]
@@ -199,7 +202,7 @@ def _block(
 
 
 def _blocks_of(
-    size_of: tuple[int, int],  # (number of rows, number of columns), as stored
+    size_of: tuple[int, int],  # numbers of rows and columns of the stored tensor (of one matrix, if it is a stack)
     split_dim: int,
     given: Sequence[int] | int | None,
     split_groups: int,

@@ -32,13 +32,13 @@ from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # largest size in bytes of the vectors in torch's fused AdamW kernel for CPUs (AVX512; torch 2.11 .. 2.13)
-# If a tensor's size is not a multiple of the CPU kernel's vector size and the tensor has fewer elements than this, the
-# whole tensor is copied, not only its last elements.
+# Threshold for tensors whose size is not a multiple of the CPU kernel's vector size. If such a tensor has fewer
+# elements than the threshold, the whole tensor is copied to a padded buffer, otherwise only its last elements.
 _SMALL = 1 << 14
 
 
 class Row(NamedTuple):
-    """This rank's local tensors of one parameter in an AdamW step."""
+    """One parameter's local tensors on this rank, as an AdamW step reads and updates them."""
 
     param: Tensor
     grad: Tensor
@@ -129,7 +129,8 @@ def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-# (weight, gradient, exp_avg, exp_avg_sq, step count) of one entry in the lists that torch's AdamW kernel takes
+# one parameter's tensors (weight, gradient, exp_avg, exp_avg_sq, step count) in the order in which torch's AdamW kernel
+# takes them
 _Line = Sequence[Tensor]
 
 
@@ -142,7 +143,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Lin
         cuts: True on CPUs, where the kernel rounds the end of a tensor differently.
 
     Returns:
-        Tensors to update in place; groups of tensors to update in one copy.
+        List of tensors to update in place, and list of groups of tensors. The tensors of a group are updated in one
+        padded copy.
     """
     lines: list[_Line] = []
     copied: dict[tuple[object, ...], list[_Line]] = {}
@@ -203,7 +205,8 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
     )
     for copy, targets in zip(copies, originals, strict=True):
         columns = list(zip(*targets, strict=True))
-        # copy back the weight (0) and the two moments (2, 3), but not the gradient, which the step leaves unchanged
+        # copy back the weight (index 0) and the two moments (2, 3), but not the gradient (1), which the step leaves
+        # unchanged
         for number in (0, 2, 3):
             foreach_copy_(columns[number], _unflatten_dense_tensors(copy[number], columns[number]))
         foreach_copy_(columns[4], list(map(copy[4].view_as, columns[4])))

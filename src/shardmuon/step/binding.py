@@ -75,7 +75,7 @@ class Binding(Agreed):
         alike_members: Dict from a tuple (index of a group, engine, dtype, device) to the indices of the parameters that
             have all four in common.
         digests: Dict from a set of ranks to a digest of the part of the plan that must be equal on these ranks.
-        on_weights: Indices of parameters whose variant has a stage that rescales the updated weights.
+        on_weights: Indices of parameters whose Muon variant (such as Hyperball) rescales the updated weights.
         alike: Dict from a set of ranks to the indices of the parameters that these ranks must update in the same way.
             For most parameters, the set contains all ranks that share the parameter. For a parameter in `lacking`, it
             contains only the ranks that store elements of the parameter.
@@ -129,9 +129,9 @@ class Binding(Agreed):
         self.elsewhere, self.bits, self.num_bits = frozenset(elsewhere), dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         buckets = list(zip(self.buckets, homes, strict=True))
-        # Both caches hold results for two selections of parameters: all parameters, and the parameters that had
-        # gradients in the last step. The cache of `weight_sets` also holds the result for the parameters whose weight
-        # norms have yet to be computed.
+        # Both functions cache their results for two sets of parameters: all parameters, and the parameters that had
+        # gradients in the last step. `weight_sets` also caches its result for the parameters whose weight norms have
+        # yet to be computed.
         self.buckets_without = lru_cache(maxsize=2)(partial(Buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(
             lambda numbers: WeightSet.of_rank(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)
@@ -147,7 +147,7 @@ class Binding(Agreed):
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
         """Assign a bit of the vote to each parameter whose gradient can be missing on some ranks (`lacking`). Bits are
         unique among all ranks that vote together. `everyone` contains the `num_lacking` of each rank. Raise Refused if
-        there are more such parameters than bits in a vote."""
+        a vote has too few bits for these parameters."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
             raise Refused(
@@ -191,7 +191,7 @@ class Offer:
                 with about(name):
                     if settings is None:
                         UnitPlace.refuse_flat(p)
-                    # a frozen parameter is listed, too, if it has a gradient
+                    # frozen parameters that have a gradient are listed, too
                     elif p.requires_grad or p.grad is not None:
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
@@ -213,8 +213,8 @@ class Offer:
                 self.refs[ref.ranks] = min(self.refs.get(ref.ranks, ref), ref, key=lambda one: one.group_name)
 
     def bind(self, rank: int, table: Table) -> Binding:
-        """Make a `Binding`: a plan for the parameters of a layout table, with this rank's parameters. The table was
-        built from the attribute `listed` of all ranks."""
+        """Make a `Binding`: a plan for the parameters of a layout table, with this rank's parameters. The table covers
+        the parameters in the `listed` attribute of every rank."""
         of_group = {id(group): number for number, group in enumerate(self._groups)}
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -247,8 +247,8 @@ class Offer:
 def _kept_layout(
     known: dict[tuple[ParamLayout, str], ParamLayout], engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
 ) -> ParamLayout:
-    """Return the layout of the state tensor that a stage of the variant (such as NorMuon) has for a parameter. `known`
-    caches layouts, so that parameters with equal layouts share one object."""
+    """Return the layout of the state tensor in which a post-processing stage of a Muon variant (such as NorMuon's)
+    stores its state for a parameter. `known` caches layouts, so that parameters with equal layouts share one object."""
     key = layout, stage.key
     if key not in known:
         numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
@@ -279,7 +279,8 @@ def make_spec(
         device: Device of the parameter.
         ns_device: Device on which the matrices are orthogonalized; None: `device`.
         doubles: True if the parameter is fp64.
-        kept_of: Function that takes a stage of the variant and returns the layout of its state tensor.
+        kept_of: Function that takes a post-processing stage of the parameter's Muon variant and returns the layout of
+            the stage's state tensor.
     """
     made: dict[tuple[int, int], tuple[Any, ...]] = {}
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]

@@ -1,5 +1,5 @@
-"""Execution of a step's buckets on one rank, from momentum to weights. A bucket is a set of matrices that are exchanged
-together. While one bucket is orthogonalized, the next bucket is gathered.
+"""Execution of a step's buckets on one rank, from the update of the momentum to the update of the weights. A bucket is
+a set of matrices that are exchanged together. While one bucket is orthogonalized, the next bucket is gathered.
 
 `Buckets.run` interleaves all buckets. `Bound.run` runs one bucket: it gathers whole matrices on the ranks that
 orthogonalize them (their owners), orthogonalizes the matrices, scatters the results, and relays the results to ranks
@@ -34,7 +34,9 @@ _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 class Bound:
     """The program of one bucket (this rank's copies and exchanges), with the tiles that the program reads and writes. A
-    tile is a part of a matrix in this rank's local storage. Objects are cached between steps and hold no tensors.
+    tile is a part of a matrix in this rank's local storage. A program has up to three exchanges: the gather collects
+    whole matrices on the ranks that orthogonalize them, the scatter returns the results, and the relay sends the
+    results to ranks with further replicas. Objects are cached between steps and hold no tensors.
 
     Args:
         plan: Plan that contains the bucket.
@@ -44,20 +46,21 @@ class Bound:
         ns_device: Device on which matrices are orthogonalized; None: `device`.
 
     Attributes:
-        dtype: Dtype of exchange buffers and batches.
+        dtype: Dtype of the exchange buffers and of the batches of matrices that are orthogonalized together.
         num_owned: Number of matrices that this rank orthogonalizes.
         moves: True if the bucket needs an exchange with other ranks.
-        choices: For each batch, the method by which its matrices are orthogonalized.
+        choices: For each batch, the method that orthogonalizes its matrices.
         like_torch: True if weights are updated by torch.optim.Muon's own operations (see `apply_results`).
         own: Tiles of the matrices that this rank orthogonalizes.
         gathered: Tiles that this rank sends to other ranks in the gather.
         scattered: Tiles whose results this rank receives in the scatter.
         late: Tiles whose results this rank receives in the relay.
         held: Tiles that are updated after the scatter: `own` and `scattered`.
-        kept: For each batch, and each of the variant's stages that has state: the locations of this state.
-        told, heard: Locations of the state of the variant's stages that this rank sends and receives in the scatter.
-        told_on, heard_late: Locations of the state of the variant's stages that this rank sends and receives in the
-            relay.
+        kept: For each batch, a list of the locations of stage state, with one entry for each post-processing stage of
+            the Muon variant (such as NorMuon's) that has state.
+        told, heard: Locations of the stage state that this rank sends (`told`) and receives (`heard`) in the scatter.
+        told_on, heard_late: Locations of the stage state that this rank sends (`told_on`) and receives (`heard_late`)
+            in the relay.
     """
 
     def __init__(
@@ -195,7 +198,7 @@ class Buckets:
         Args:
             work: This step's tensors.
             watch: Object that reports matrices that are not finite after the orthogonalization (see `orthogonalize`).
-            traffic: Counters of exchanges and matrices, updated in place.
+            traffic: Counters of exchanges and orthogonalized matrices, updated in place.
 
         Raises:
             ExchangeError: This rank or another rank failed in the middle of the step. The message names the bucket and
@@ -209,8 +212,8 @@ class Buckets:
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
                     runs[i] = bound.run(work, watch, partial(traffic.start, group))
                     traffic.orthogonalized += bound.num_owned
-                # The default None prevents `next` from raising StopIteration when the generator of a bucket has
-                # finished.
+                # When a bucket's generator has finished, `next` returns the default None instead of raising
+                # StopIteration.
                 next(runs[i], None)
             except ExchangeError:
                 raise
@@ -221,8 +224,8 @@ class Buckets:
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
-    """For each stage of the variant (such as NorMuon) that has state, yield the locations of the state for a batch of
-    matrices."""
+    """For each post-processing stage of the Muon variant (such as NorMuon's) that has state, yield the locations of
+    this state for a batch of matrices."""
     batch = [plan.items[number] for number in items]
     for number in range(len(plan.specs[batch[0].param].kept)):
         tiles = [plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0] for item in batch]
@@ -235,11 +238,13 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    # the scatter's 1-D receive buffer, given only when the send buffer for the relay is made
+    # 1-D receive buffer of the scatter (the exchange that returns results). It is passed only to make the send buffer
+    # of the relay, which forwards these results.
     came: Tensor | None = None,
 ) -> Tensor:
-    """Make the 1-D send buffer of the scatter or the relay. It contains the orthogonalized matrices, and the state of
-    the variant's stages, that this rank sends to other ranks."""
+    """Make this rank's 1-D send buffer for the scatter (the exchange that returns results) or the relay (which sends
+    the results to ranks with further replicas). The buffer contains orthogonalized matrices, and the state of the Muon
+    variant's post-processing stages."""
     send = bound.buffer(wire.sent)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
@@ -250,8 +255,8 @@ def _results(
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
-    """Copy the blocks of elements in `copies` from the buffer `here` to the buffer `there`, or from `there` to `here`
-    if `back` is True."""
+    """Copy the blocks of elements that `copies` lists from the buffer `here` to the buffer `there`, or in the opposite
+    direction if `back` is True."""
     for copy in copies:
         one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
         other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
@@ -260,8 +265,8 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
 
 
 def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
-    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches. Also run the stages of the
-    Muon variant (such as NorMuon's) before and after the orthogonalization ([Note: stages] in variants.py)."""
+    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches. Also run the processing stages
+    that a Muon variant (such as NorMuon) has before and after the orthogonalization ([Note: stages] in variants.py)."""
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
@@ -296,12 +301,12 @@ def _run_before(
     x: Tensor,
     products: torch.dtype,  # dtype of the matrix products in the orthogonalization
 ) -> tuple[Tensor, bool]:
-    """Run the post-processing stages of the Muon variant that change matrices before the orthogonalization. On a CPU,
+    """Run the stages of the Muon variant that change the matrices of a batch before the orthogonalization. On a CPU,
     the stages process one matrix at a time. If the batch has a half-precision dtype and the matrix products have
     another dtype, the stages change an fp32 copy of the batch.
 
     Returns:
-        The input of the orthogonalization, and True if its matrices have norm 1.
+        The input of the orthogonalization, and a bool that is True if the matrices of the input have norm 1.
     """
     before = [stage for stage in stages if isinstance(stage, BeforeStage)]
     if before and x.dtype in (torch.bfloat16, torch.float16) and products != x.dtype:
@@ -318,7 +323,8 @@ def _run_after(stages: Stages, stored: Sequence[list[Tensor]], out: Tensor, dtyp
 
     Args:
         stages: Stages of the batch's matrices.
-        stored: For each stage of `keeping(stages)`, the state tensor of each matrix, on any device.
+        stored: For each stage that has state (`keeping(stages)`), a list with the state tensor of each matrix. The
+            tensors can be on any device.
         out: Results of the orthogonalization, (B, rows, cols); can be overwritten.
         dtype: Dtype in which matrices are exchanged between ranks.
 

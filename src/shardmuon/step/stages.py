@@ -1,15 +1,14 @@
-"""Execution of variants' stages on weights (such as Hyperball's), which rescale weights by norms of whole matrices. See
-[Note: stages] in variants.py.
-
-A stage on weights gets the norm of each whole matrix and multiplies the matrix by a factor. A `WeightSet` computes this
-rank's part of the squared norms. `scale_weights` sums these parts over ranks, and passes the sums to the `WeightSet`.
+"""Execution of weight stages: those stages of Muon variants (such as Hyperball's) that rescale each weight matrix after
+its update, by a factor that depends on the norm of the whole matrix. See [Note: stages] in variants.py. A `WeightSet`
+computes this rank's part of the squared norms. `scale_weights` sums these parts over ranks, and passes the sums to the
+`WeightSet`.
 
 [Note: norms of whole matrices]
-    The elements of a shard are squared and summed in fp64, by the first of the ranks that store it. The ranks that
-    share a parameter add up their sums, and the square root is rounded to fp32. With another sharding, the order of
-    additions differs, which changes the fp64 sums by a relative error of about 1e-16. The fp32 norm changes only if the
-    fp64 value is that close to the midpoint of two fp32 numbers, which happens for about one norm in 25 million.
-    Gradient norms are computed in the same way (gradients/clip.py).
+    The first of the ranks that store a shard squares and sums the shard's elements in fp64. The ranks that share a
+    parameter then add up these sums, and the square root of the total is rounded to fp32. With another sharding, the
+    order of additions differs, which changes the fp64 sums by a relative error of about 1e-16. The fp32 norm changes
+    only if the fp64 value is that close to the midpoint of two fp32 numbers, which happens for about one norm in 25
+    million. Gradient norms are computed in the same way (gradients/clip.py).
 
 [Note: matrices of zeros]
     Matrices of zeros are found when norms are first computed. One warning names them. The CPU does not wait for the
@@ -38,7 +37,7 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-# on CPUs, number of weights whose squares are summed at a time; the fp64 copies of this many weights fit in the cache
+# number of weights whose squares are summed at a time on CPUs, where fp64 copies of this many weights fit in the cache
 _PART = 1 << 17
 
 
@@ -64,9 +63,9 @@ class WeightSet:
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # name of each matrix of the set, for the warning about matrices of zeros
-        # For each tile on this rank, `_tiles_at` has the index of the tile's matrix in `_names`, and `_counts` is True
-        # if this rank sums the tile's squares. For each norm that this rank stores, `_kept_at` has the index of the
-        # matrix.
+        # `_tiles_at` and `_counts` have one entry for each tile (part of a matrix) on this rank: the index of the
+        # tile's matrix in `_names`, and True if this rank sums the tile's squares. `_kept_at` has the index of the
+        # matrix for each norm that this rank stores.
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[Load]()
         for param, spec in specs.items():

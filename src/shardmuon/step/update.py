@@ -42,9 +42,10 @@ class Work:
     Attributes:
         weights, grads, momenta: This rank's local tensor for each parameter.
         settings: Settings of each parameter's group.
-        kept: For each parameter, the state tensors of its variant's stages on this rank, in the order of `Spec.kept`.
-        rounding: Dict from the index of each parameter with stochastic or 8-bit rounding to the random streams for the
-            rounding.
+        kept: For each parameter, this rank's state tensors of the post-processing stages of its Muon variant, in the
+            order of `Spec.kept`.
+        rounding: Dict from the index of each parameter with stochastic or 8-bit rounding to the random streams that its
+            rounding uses.
         kinds: For each parameter, a tuple of its group, dtypes and devices. One list operation (torch._foreach_*) can
             process tensors of several parameters only if these tuples are equal.
     """
@@ -67,7 +68,8 @@ _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles that have equal sizes and strides
 # and are equally spaced. Its first dim indexes the tiles.
 _Row = tuple[Ints, Ints, int]
-# Function that takes a list with one entry per tile of a `Side`, and returns the entries of the tiles in one portion.
+# Function that takes a list with one entry per tile of a `Side`, and returns the entries for one portion, that is, for
+# tiles that one list operation (torch._foreach_*) processes.
 _Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -123,14 +125,14 @@ class Side:
         # strides.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        # arguments (kinds of the parameters, largest number of elements) for which the portions in `_dealt` were
-        # computed
+        # arguments of `_dealt` (the tiles' kinds and the largest number of elements per portion) for which the cached
+        # portions were computed
         self._dealt_for: tuple[list[_Kind], int] | None = None
         self._dealt: list[tuple[list[int], _Pick]] = []
 
     @cached_property
     def patches(self) -> list[Patch]:
-        """For each tile, a patch, which describes the rows and columns of the matrix that the tile covers."""
+        """One `Patch` per tile, which describes the matrix rows and columns that the tile covers."""
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
@@ -148,7 +150,8 @@ class Side:
         return cast("list[Tensor]", found)
 
     def on(self, buffer: Tensor) -> list[Tensor]:
-        """Make a view of each tile in the buffer. Each view has the same shape as the view of the tile from `of`."""
+        """Make a view of each tile in an exchange buffer or the buffer of batches. The views have the same shapes as
+        the views of local tensors that `of` makes."""
         found: list[Tensor] = []
         for row in self._rows:
             found += buffer.as_strided(*row).unbind(0)
@@ -270,8 +273,9 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 
 
 class KeptSide:
-    """Locations of stage state, the state of a variant's stages, for some matrices: in this rank's state tensors and,
-    if the state is sent, in an exchange buffer. Objects are cached between steps and hold no tensors."""
+    """Locations of stage state, which is the state of a Muon variant's post-processing stages (such as NorMuon's second
+    moments). The state of each matrix is located in this rank's state tensors and, if ranks exchange it, also in an
+    exchange buffer. Objects are cached between steps and hold no tensors."""
 
     def __init__(self, plan: Plan, loads: Sequence[Load]) -> None:
         self._loads = tuple(loads)
@@ -279,20 +283,21 @@ class KeptSide:
         self._side = Side([load._replace(param=at) for at, load in enumerate(loads)], views, [()] * len(loads))
 
     def of(self, stored: _Stored) -> list[Tensor]:
-        """For each matrix, make a 1-D fp32 view of its stage state (the state of the variant's stages) in this rank's
-        state tensors."""
+        """For each matrix, make a 1-D fp32 view of its stage state (the state of a Muon variant's post-processing
+        stages) in this rank's state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
     def tell(self, stored: _Stored, wire: Tensor) -> None:
-        """Copy stage state (the state of the variant's stages) from this rank's state tensors to an exchange buffer,
-        bit for bit."""
+        """Copy stage state (the state of a Muon variant's post-processing stages) from this rank's state tensors to an
+        exchange buffer, bit for bit."""
         values = [_as_elements(numbers, wire) for numbers in self.of(stored)]
         pairs = zip(self._loads, values, strict=True)
         foreach_copy_([wire.narrow(0, load.place.start, len(elements)) for load, elements in pairs], values)
 
     def hear(self, wire: Tensor, stored: _Stored) -> None:
-        """Copy stage state (the state of the variant's stages) from a receive buffer to this rank's state tensors."""
+        """Copy stage state (the state of a Muon variant's post-processing stages) from a receive buffer to this rank's
+        state tensors."""
         # `cat` copies a part of the receive buffer to new memory, because the part may not be aligned for a view as
         # fp32.
         targets = self.of(stored)
@@ -428,10 +433,11 @@ def _decay_agreeing_(
 
 
 def _apply_like_torch_(
-    param: Tensor,  # view of a tile's weights, updated in place; its elements have the same order as those of `patch`
+    # view of a tile's weights, updated in place; `patch` gives the positions of the elements in the whole matrix
+    param: Tensor,
     update: Tensor,  # orthogonalized update in bf16, with as many elements as `param`
     lr: float | Tensor,  # learning rate; a tensor must have one element
-    scale: float,  # factor by which `lr` is multiplied (computed from the shape of the whole matrix)
+    scale: float,  # Muon's shape-dependent factor for the learning rate, computed from the shape of the whole matrix
     patch: Patch,
     shape: tuple[int, int],  # (rows, cols) of the whole matrix
     *,

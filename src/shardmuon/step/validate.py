@@ -47,8 +47,8 @@ class Proposal(Work):
             its gradient (from `states`), and a string of dtypes and options.
         made: Dict from the index of each parameter whose optimizer state must be created or converted to the
             parameter's complete new state.
-        fresh: Dict from the index of a parameter to the state keys of its weight norms that no step has checked since
-            they were created or loaded.
+        fresh: Dict from the index of a parameter to the state keys under which the parameter has weight norms that no
+            step has checked since they were created or loaded.
         adamw: Dict from the index of each AdamW group to the rows (local tensors) of the group's parameters. A row is
             None if the parameter has no gradient or no state yet, or if the layout of either differs from the
             parameter's.
@@ -64,9 +64,9 @@ class Proposal(Work):
     presence: int = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
-        """Use the vote's result to decide which parameters take part in the step, for parameters of which this rank
-        stores no elements. Such a parameter takes part in the step only if another rank has its gradient. `presence`
-        contains the bits of all ranks, merged by "or"."""
+        """Decide from the vote's result whether each parameter of which this rank stores no elements takes part in the
+        step. It does so only if another rank has the parameter's gradient. `presence` contains the bits of all ranks,
+        merged by "or"."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = GradientState.READY
@@ -78,8 +78,8 @@ class Proposal(Work):
 
     def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
         """For each set of ranks that must update the same parameters in the same way, compute a digest of the values
-        that must be equal on these ranks in this step. `due` describes the audit of this step; "" if the step is not
-        audited."""
+        that must be equal on these ranks in this step. `due` describes the audit of this step (its comparison with an
+        unsharded reference); "" if the step is not audited."""
         found = {}
         for ranks, numbers in binding.alike.items():
             if len(ranks) > 1:
@@ -107,7 +107,7 @@ class Proposal(Work):
                 f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
                 "ranks; else call optimizer.prepare() on every rank"
             )
-        for said in lines:  # `said` contains one line about the same parameter from each rank
+        for said in lines:  # `said` contains what each rank reports about the same parameter, one line per rank
             (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
             if len(set(gradients)) > 1:
                 have = {

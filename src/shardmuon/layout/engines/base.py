@@ -98,7 +98,7 @@ class Claim(NamedTuple):
             that is cut into parts of any size. If ranks that share the tensor have different forms, all of them raise
             an error.
         text: Description of the form in words, for error messages.
-        extent: This rank's storage, which other ranks do not know.
+        extent: Shape of this rank's local storage and the pieces in it, which other ranks learn only from this claim.
         empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store no part of the tensor, so
             that a rank can lack a gradient while other ranks have gradients.
         uncounted: Error text for tensors that a gradient norm over all ranks would count several times even though the
@@ -126,7 +126,8 @@ class Engine:
 
     Attributes:
         believes_placements: True if the tensors have mesh placements that the storage must match. The state tensor of a
-            stack (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and an `OnMesh`.
+            stack of matrices (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and
+            an `OnMesh`.
         plain_shards: True if the tensors are plain shards of larger tensors, so that checkpoints use the layout table
             to split tensors into shards and to join shards.
     """
@@ -276,14 +277,15 @@ class Engine:
     # --------------------------------- state with values per matrix: [Note: placement of stage state] in layout/mesh.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
-        """Make a zero-filled state tensor, on the parameter's device, for the values that a stage of the variant (such
-        as NorMuon) stores for each matrix ([Note: placement of stage state]). `shape`: global shape of the state
-        tensor, (number of stacked matrices or 1, values per row). `stacked`: True if the parameter is a stack."""
+        """Make a zero-filled state tensor, on the parameter's device, for the values that a post-processing stage of a
+        Muon variant (such as NorMuon's) stores for each matrix ([Note: placement of stage state]). `shape`: global
+        shape of the state tensor, (number of stacked matrices or 1, values per row). `stacked`: True if the parameter
+        is a stack of matrices."""
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
         """Return this rank's part of a state tensor that was made by `kept_zeros` or restored from a checkpoint. If the
-        tensor is invalid, return an error text."""
+        tensor is invalid, return a text that describes the error instead."""
         if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
             return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
         if not same_storage(tuple(value.shape), shape):

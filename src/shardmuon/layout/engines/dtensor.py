@@ -148,8 +148,8 @@ class DTensorEngine(Engine):
 
         cuts = [stacked and self.believes_placements and getattr(p, "dim", None) == 0 for p in param.placements]
         placements = tuple(p if cut else Replicate() for p, cut in zip(param.placements, cuts, strict=True))
-        # The number of rows is computed from the placements, because FSDP2 stores an empty shard with shape (0, 0) even
-        # if the shard has rows.
+        # The local shape is computed from the placements. It cannot be read from the local parameter, because FSDP2
+        # stores every empty shard with shape (0, 0), even if its number of rows is not 0.
         return _implied(shape, param.device_mesh, placements) if any(cuts) else shape, placements
 
 

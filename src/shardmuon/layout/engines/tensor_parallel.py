@@ -107,7 +107,8 @@ class TensorParallelEngine(Engine):
 
 
 def _at_dim(numbers: Ints, dim: int, value: int) -> Ints:
-    """Return a copy of a shape or another list of one number per dim, with the entry of `dim` replaced with `value`."""
+    """Return a copy of a shape, or of any tuple with one number per dim, in which `value` replaces the number for
+    `dim`."""
     return (*numbers[:dim], value, *numbers[dim + 1 :])
 
 
