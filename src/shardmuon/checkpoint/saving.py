@@ -100,9 +100,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     `torch.distributed.checkpoint.load` alone would write directly into the tensors of the model and the optimizer, so a
     damaged file would leave these tensors partly old and partly new. This function reads into copies instead. The model
-    and the optimizer get the copies only after everything has been read and checked. Memory is needed for these copies
-    and, at the end, for one more copy of the weights. Code in a file never runs. Parameter groups get all options that
-    the file contains, and frozen parameters get their state.
+    and the optimizer get the copies only after everything has been read and checked. Loading needs memory for these
+    copies and, at the end, for one more copy of the weights. Code in a file never runs. Parameter groups get all
+    options that the file contains, and frozen parameters get their state.
 
     Args:
         path: Folder that `save` wrote.
@@ -148,8 +148,8 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        # Under FSDP1, the saved groups contain the state of variants (such as NorMuon), which is dropped because
-        # `state` contains it as well.
+        # Under FSDP1, the saved groups also contain the state of Muon variants (such as NorMuon). This copy is dropped,
+        # because `state` contains the same state.
         of_file.pop(CARRIED, None)
         state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
     return get_model_state_dict(model), state, tuple(packed)
@@ -248,8 +248,8 @@ def _take_over(
     except BaseException as wrong:
         optimizer.state, optimizer.param_groups, broken = before
         remedy = "Load a checkpoint into model and optimizer on all ranks"
-        # Setting `broken` makes every optimizer step raise an error. The attribute is reset below if the old weights
-        # can be restored.
+        # Setting the attribute `broken` makes every optimizer step raise an error until the attribute is reset, which
+        # happens below if the old weights can be restored.
         optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {remedy}"
         run_together(lambda: set_weights(old) if old else None)
         optimizer.broken = broken
@@ -362,8 +362,8 @@ def _as_global(
     state: Mapping[str, Mapping[str, Any]],  # dict from parameter name to a dict of its optimizer state
     table: Table,  # layouts of all parameters whose shards are plain tensors
 ) -> dict[str, Any]:
-    """In the weights and the optimizer state to be saved, replace every shard that is a plain tensor with a `_Shard`,
-    which records the shard's position in the whole tensor ([Note: plain shards]).
+    """Replace every shard that is a plain tensor, in the weights and in the optimizer state to be saved, with a
+    `_Shard`, which records the shard's position in the whole tensor ([Note: plain shards]).
 
     Returns:
         {"model": weights, "optimizer": {"state": state}}.

@@ -51,24 +51,24 @@ def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
-    """Return a dict from the key of each state tensor of a parameter to the tensor's global shape. `view` defines the
-    matrices of the parameter."""
+    """Return the global shape of each state tensor of a parameter, as a dict with the tensors' state keys. `view`
+    defines the matrices of the parameter."""
     numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
     return {key: view.kept(of_stage).shape for key, of_stage in numbers.items()}
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Add those entries of a parameter's initial state (tensors of zeros) that `state` lacks. If the parameter has
-    moved from AdamW to Muon or from Muon to AdamW, also remove the state of the previous optimizer. Modify `state` in
-    place."""
+    """Add to `state` those entries of a parameter's initial optimizer state (tensors of zeros) that are missing. If the
+    parameter has moved from AdamW to Muon or from Muon to AdamW, also remove the state of the previous optimizer.
+    Modify `state` in place."""
     if not group["use_muon"]:
         init_state(param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        # No matrices are known for a shard whose layout is still unknown. The first step creates the state that the
-        # variant's stages have for such a shard.
+        # If the layout of a shard is still unknown, so are the matrices to which the shard belongs. The first step then
+        # creates the state of the Muon variant's post-processing stages for the shard.
         if view.matrices:
             engine, stacked = engine_for(param, group), view.num_row_dims == 2
             for key, shape in _state_shapes(stages_of(group), view).items():
@@ -109,7 +109,7 @@ def read_state(
             unsaved = found is None and bool(entries) and p.requires_grad
             if unsaved and not UnitPlace.is_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            # A rank with an empty FSDP1 shard, for which no momentum is saved, still has the state of the variant.
+            # For an empty FSDP1 shard, no momentum is saved, but the rank still needs the state of the Muon variant.
             elif found or (unsaved and _kept_keys(group)):
                 with about(name):
                     state[p] = _read_param(p, found or {}, group, their_group, keeper)
@@ -177,7 +177,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         )
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
-    # keys of a saved group that are not copied to the optimizer's group, for example the options with process groups
+    # keys of a saved group that are not copied to the optimizer's group, for example options that hold process groups
     kept = {"params", CARRIED, *PLACE_OPTIONS}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # an AdamW group keeps its own eps, because the eps of torch.optim.Muon has another meaning
@@ -190,8 +190,8 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the optimizer's group and the saved group name the same parameters in the same order.
-    Names that one of the groups lacks are not compared.
+    """Raise ValueError unless the optimizer's group and the saved group name the same parameters in the same order. A
+    name is compared only if both groups have one.
 
     State is assigned to parameters by position, so without this check, the state of two parameters of equal shape could
     be swapped unnoticed.
@@ -250,7 +250,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
     if kind == "Muon" and BUFFER not in there and UnitPlace.is_elsewhere(p):
-        needed.discard(BUFFER)  # a rank with an empty FSDP1 shard has no momentum, only the variant's state
+        needed.discard(BUFFER)  # for an empty FSDP1 shard, a rank has no momentum, only the state of the Muon variant
     lacking = sorted(needed - there)
     if kind == "Muon" and lacking and BUFFER not in lacking:
         raise ValueError(

@@ -33,7 +33,7 @@ from shardmuon.errors import ExchangeError, ranks_text
 
 _T = TypeVar("_T")
 
-Ranks = tuple[int, ...]  # a set of global ranks, in ascending order unless a text states another order
+Ranks = tuple[int, ...]  # a set of global ranks, in ascending order unless a docstring or comment states another order
 
 
 @dataclass
@@ -106,8 +106,8 @@ class GroupRef:
         if value is None or (isinstance(value, GroupRef) and default_group() is None):
             return value
         if isinstance(value, GroupRef):
-            # A `GroupRef` is checked below, too, because an unpickled one can come from a job with another number of
-            # ranks.
+            # A `GroupRef` is checked below, too, because an unpickled `GroupRef` can come from a job with another
+            # number of ranks.
             found = value
         elif isinstance(value, (tuple, list)):
             found = cls(tuple(value))
@@ -183,9 +183,9 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
 def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | None = None) -> torch.device:
     """Choose the device on which ranks exchange tensors that are stored on `device`.
 
-    The choice is `preferred` if the process group of the ranks uses a backend other than gloo on that device. Otherwise
-    the choice is `device`, except that it is the accelerator if `device` is the CPU and the group has no CPU backend,
-    as in NCCL-only jobs that offload parameters to the CPU.
+    Return `preferred` if the process group of the ranks uses a backend other than gloo on that device. Otherwise return
+    `device`, unless `device` is the CPU and the group has no CPU backend, as in NCCL-only jobs that offload parameters
+    to the CPU. In that case, return the accelerator.
     """
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
@@ -213,7 +213,8 @@ class Traffic:
         agreements: Number of votes before steps, including votes that refused the step.
         bytes_sent: Number of bytes that this rank sent in all-to-all calls.
         orthogonalized: Number of matrices orthogonalized on this rank.
-        norm_reductions: Number of small all-reduces of weight norms, for variants that control these norms.
+        norm_reductions: Number of small all-reduces of weight norms, which Muon variants that control weight norms
+            (such as Hyperball) need.
         norms_sent: Number of values sent in these all-reduces: 8 bytes for each matrix.
     """
 

@@ -55,7 +55,8 @@ from shardmuon.errors import Refused, fault_text, ranks_text
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
-# Largest number of presence bits in the message of a vote. In the message, 256 bytes remain for the other fields.
+# Largest number of presence bits (for gradients that only some ranks have) in the message of a vote. The limit leaves
+# 256 bytes of the message for the other fields.
 MOST_BITS = 8 * (Lane.LARGEST - 256)
 
 
@@ -90,7 +91,7 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # The message of a `Refused` gets no prefix with this rank, because all ranks raise the same `Refused`.
+        # The message of a `Refused` error gets no "rank R: " prefix, because all ranks raise the same error.
         if isinstance(error, Refused):
             self.add(str(error), error.cause, own=False)
         elif error is not None:
@@ -104,7 +105,7 @@ class Fault:
         Args:
             component: The connected ranks, all of which must call this method.
             phase: The operation that the caller continues with if no rank has an error.
-            asked: This rank's answer to a question of the caller, which is merged with the answers of the other ranks
+            asked: This rank's answer to a yes-or-no question that the caller puts to all ranks. The answers are merged
                 by "or".
 
         Returns:
@@ -118,14 +119,16 @@ class Fault:
         flags = Flag.NONE if self.text is None else Flag.FAULT
         verdict = vote(Ballot(phase, flags, presence=int(asked)), component)
         if verdict.flags or verdict.phase != phase:
-            # after a failed vote, every rank calls `gather`, whatever operation it voted on
+            # After a failed vote, every rank calls `gather` to exchange error messages, whatever operation the rank
+            # voted on.
             gather({}, component, self)
             raise _other_call(component, verdict)
         return bool(verdict.presence)
 
 
 class Phase(IntFlag):
-    """Operation on which a rank votes. The verdict of a vote contains the bitwise "or" of the phases of all ranks."""
+    """Collective operation on which a rank votes. The result of a vote (the verdict) contains the bitwise "or" of the
+    phases of all ranks."""
 
     DISCOVER = 1
     STEP = 4
@@ -135,7 +138,8 @@ class Phase(IntFlag):
 
 
 class Flag(IntFlag):
-    """Conditions that a rank reports in a vote. A verdict merges the flags of all ranks by bitwise "or".
+    """Conditions that a rank reports in a vote. The verdict, which is the result of the vote, merges the flags of all
+    ranks by bitwise "or".
 
     Attributes:
         FAULT: The rank has an error and cannot proceed.
@@ -159,8 +163,8 @@ class Ballot(NamedTuple):
     Attributes:
         phase: The operation on which the rank votes.
         flags: Conditions on this rank.
-        digests: Dict from each set of ranks to which this rank belongs to a digest of the data that must be equal on
-            the ranks of the set.
+        digests: Digests of data that must be equal on all ranks of a set. The dict has one digest for each set to which
+            this rank belongs.
         presence: Bits for facts that only some ranks know, such as "has this gradient". A verdict merges the bits of
             all ranks by "or".
     """
@@ -303,7 +307,7 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
         everyone = Lane.over(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
         _refuse(dict(zip(before, everyone, strict=True)), fault)
     num_done = 0
-    while num_done < _num_rounds(known):  # all connected ranks compute the same final round and stop after it
+    while num_done < _num_rounds(known):  # all connected ranks compute the same number of rounds
         for ranks in in_order(sets):
             for heard in Lane.over(ranks).share(pickle.dumps(known), "finding out who belongs together"):
                 known.update(heard)
@@ -319,9 +323,9 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
 
 
 def _num_rounds(known: Mapping[int, _Entry]) -> float:
-    """Compute after how many rounds of flooding every rank has the entries of all ranks that are connected to it.
-    `known` contains the entries that this rank has received. The number is infinite if one of these entries names a
-    rank whose entry is missing."""
+    """Compute the number of rounds of flooding after which every rank has the entries of all ranks that are connected
+    to it. `known` contains the entries that this rank has received. The result is infinite if one of these entries
+    names a rank whose entry is missing."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
     if not known.keys() >= set().union(*order):
         return math.inf
@@ -416,7 +420,8 @@ class Call(ABC, Generic[_K]):
     @abstractmethod
     def sets(self, fault: Fault) -> list[Ranks]:
         """Return all sets of ranks that share parameters or a process group with this rank, because the other ranks of
-        these sets may be waiting for this rank's vote. If a set cannot be determined, record the reason in `fault`."""
+        these sets may be waiting for this rank's vote. If this rank cannot determine a set, record the reason in
+        `fault`."""
 
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
@@ -435,15 +440,15 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
-        """Return a list of the call's inputs that must be equal on a set of ranks, and of which `read` computes the
-        digest. If digests differ, an error message shows the first inputs that differ."""
+        """List those inputs of the call that must be equal on all ranks of a set. `read` computes their digest. If
+        ranks have different digests, an error message shows the first input that differs."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
         """Format an error message about the first input of the call that differs between the ranks of a set.
 
         Args:
             ranks: The set.
-            everyone: The result of `lines` on each rank of the set; None for a rank that does not list the set.
+            everyone: For each rank of the set, the list that `lines` returned; None if the rank does not know the set.
         """
         told = [lines or ["nothing to say"] for lines in everyone]
         each = zip(ranks, told, strict=True)
@@ -537,10 +542,12 @@ def refuse_unlike(
     them. Collective over the component (all connected ranks).
 
     Args:
-        everyone: For each rank of the component, a dict from the sets of ranks to which the rank belongs to the rank's
-            digest for the set.
-        lines: Function that returns a list of this rank's inputs to the digest of a set of ranks.
-        text: Function that makes an error message from a set and the list of inputs of each rank of the set.
+        everyone: One dict for each rank of the component. The keys are the sets of ranks to which the rank belongs, and
+            the values are the rank's digests for these sets.
+        lines: Function that takes a set of ranks and returns a list of the data of which this rank's digest for the set
+            was computed.
+        text: Function that makes an error message from a set and the lists that `lines` returned on the ranks of the
+            set.
         fault: Record of this rank's error, if this rank has one.
     """
     component, unlike, mine = tuple(everyone), None, None

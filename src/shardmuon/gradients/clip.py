@@ -56,7 +56,8 @@ def clip_grad_norm_(
     *,
     process_group: Any = None,
 ) -> Tensor:
-    """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where norm is the norm of all gradients as one vector.
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where `norm` is the norm of all gradients taken as one
+    vector.
 
     Call this function after the last backward pass of a step and before `step()`, on every rank that shares a
     parameter, even if the rank has no gradients. Parameters of Muon and of AdamW, DTensors on any meshes and plain
@@ -66,8 +67,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Prefer the
-            optimizer or groups, because only groups have the options `process_group` and `tp_group`, which name the
-            ranks on which plain tensors are replicas or shards (() for none).
+            optimizer or groups, because only groups have the options `process_group` and `tp_group`, which list the
+            ranks that store replicas (`process_group`) or shards (`tp_group`) of a plain tensor (() for none).
         max_norm: Largest allowed norm.
         norm_type: p > 0 of the p-norm; inf for the largest absolute value.
         error_if_nonfinite: True raises an error if the norm is inf or nan. False multiplies gradients by 0 or nan in
@@ -90,7 +91,7 @@ def clip_grad_norm_(
     if isinstance(parameters, SETS):
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
-        # Iterators over parameters are converted to lists, because the loop below can need the parameters twice.
+        # `parameters` can be an iterator. It is converted to a list, because the loop below can read it twice.
         parameters = list(parameters)
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
@@ -186,20 +187,20 @@ class _BoundGradients(Agreed):
     Attributes:
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
         engines: For each parameter, the engine (storage adapter) that gives access to the parameter's local storage.
-        key: Key by which a later call decides whether the cache is valid. It changes with parameters, layouts and
-            options.
+        key: Key that a later call compares with its own key to decide whether the cache is valid. The key changes with
+            parameters, layouts and options.
         counted: Indices of the parameters whose local gradients this rank counts in the norm. Other ranks that store
             replicas of these gradients do not count them.
-        loose: Dict from a tuple (set of ranks, shape) to the indices of the parameters on this set of ranks and with
-            this shape whose gradients are loose, that is, may have replicas on other ranks ([Note: who sums with
-            whom]). The set of a plain tensor contains only this rank.
+        loose: Dict from a tuple (set of ranks, shape) to a list of parameter indices. Each listed parameter has this
+            shape, is shared by these ranks, and has a loose gradient, that is, a gradient that may have replicas on
+            other ranks ([Note: who sums with whom]). The set of a plain tensor contains only this rank.
         lines: Text that describes each parameter in error messages, equal on all ranks that share the parameter.
         compared: For each parameter, True if its gradient must exist either on all ranks that share the parameter or on
             none of these ranks.
         in_order: Indices of the parameters in the order of communication: parameters on small sets of ranks first, and
             the parameters of one set in the user's order.
-        together: This rank and the ranks with which it shares parameters, ascending; () if `beyond` contains all of
-            these ranks or this rank shares no parameter.
+        together: This rank and the ranks with which it shares parameters, ascending; () if this rank shares no
+            parameter, or if `beyond` contains all of these ranks.
         replicas: The distinct values of `together` on all ranks. Loose gradients of plain tensors must be equal within
             each of these sets.
     """
@@ -243,11 +244,12 @@ def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, obj
 
 
 def _counts(layout: ParamLayout) -> bool:
-    """Return True if this rank counts its part of a gradient in the norm of all gradients. If several ranks store the
-    same part, only the first of these ranks counts the part.
+    """Decide whether this rank includes its part of a gradient in the norm of all gradients. If several ranks store the
+    same part, only the first of these ranks includes it.
 
     Raises:
-        ValueError: This rank is the first for some of its pieces of the tensor, but not for all of these pieces.
+        ValueError: This rank stores several pieces of the tensor, and is the first rank that stores some of them but
+            not all.
     """
     rank = my_rank()
     first = {layout.keepers[piece][0] == rank for piece in layout.pieces[rank]}
@@ -259,7 +261,8 @@ def _counts(layout: ParamLayout) -> bool:
     return True in first
 
 
-# Cache from a parameter to the layouts for the last list of clipped parameters that began with this parameter.
+# Cache of layouts for gradient clipping. The key is the first parameter in a list of parameters to clip, and the value
+# contains the layouts for the last such list that began with this parameter.
 _BOUND: Any = WeakTensorKeyDictionary()
 
 
@@ -276,11 +279,11 @@ class _Clipping(TableCall[_BoundGradients]):
         held: Dict from the index of a parameter to the local storage of its gradient. It contains the gradients of
             which this rank stores a part.
         states: `GradientState` of each parameter's gradient.
-        counted: Norm of all gradient elements on this rank that no other rank counts.
+        counted: Norm of the gradient elements that this rank, and no other rank, includes in the norm of all gradients.
         loose: A tuple (fingerprint, norm, is_plain) for each pair of a rank set and a shape for which this rank has
-            loose gradients, that is, gradients that may have replicas on other ranks ([Note: who sums with whom]). The
-            fingerprint and the norm are those of this rank's part of these gradients; replicas have equal fingerprints.
-            `is_plain` is True if the gradients are plain tensors.
+            loose gradients, that is, gradients that may have replicas on other ranks ([Note: who sums with whom]).
+            Fingerprint and norm are computed from this rank's part of these gradients; replicas have equal
+            fingerprints. `is_plain` is True if the gradients are plain tensors.
     """
 
     params: Sequence[Listed]
@@ -299,8 +302,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        # Layouts that were cached by a call with a different `process_group` are invalid, because other ranks took part
-        # in that call.
+        # Layouts that a call with a different `process_group` cached are invalid, because a different set of ranks took
+        # part in that call.
         return found if found is not None and found.beyond == self.beyond else None
 
     def is_current(self, kept: _BoundGradients) -> bool:

@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self,
         optimizer: Optimizer,
-        inv_scale: Tensor,  # reciprocal of the loss scale, a 0-dim fp32 tensor
+        inv_scale: Tensor,  # 0-dim fp32 tensor with the reciprocal of the loss scale, by which gradients are multiplied
         found_inf: Tensor,  # 0-dim fp32 tensor, which is set to 1 if any gradient on any rank is not finite
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:

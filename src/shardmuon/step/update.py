@@ -174,8 +174,7 @@ class Side:
     def update_momentum(
         self,
         work: Work,
-        # For each tile, the tensor to which the input of the orthogonalization is written. None: do not compute this
-        # input.
+        # One tensor per tile, to which the input of the orthogonalization is written. None: do not compute this input.
         targets: Sequence[Tensor] | None,
     ) -> None:
         """Update the momentum of all tiles. If `targets` is not None, also write the input of the orthogonalization to
@@ -242,9 +241,9 @@ class Side:
 
 
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:
-    """Make a view of the scales for the 8-bit momentum of a tile, in the tensor of scales that this rank stores for the
-    parameter. The view has the row dims of the parameter, followed by one dim whose elements are the scales of blocks
-    of columns. The tile must start at the boundary of a block."""
+    """Make a view of the scales that belong to the 8-bit momentum of a tile. `scales` is this rank's tensor of scales
+    for the whole parameter. The view has the row dims of the parameter, followed by one dim whose elements are the
+    scales of blocks of columns. The tile must start at the boundary of a block."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
@@ -312,8 +311,7 @@ def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:
     """Reinterpret the bits of a 1-D fp32 tensor as elements of the dtype of an exchange buffer (`wire`), padded to
     whole elements. The result is 1-D and on the device of `wire`."""
     padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
-    # `cat` copies the fp32 numbers to new memory, because numbers in the middle of a tensor may not be aligned for a
-    # view as fp64.
+    # `cat` copies the fp32 numbers to new memory, because a slice of a tensor may not be aligned for a view as fp64.
     whole = torch.cat([numbers, numbers.new_zeros(padding)])
     return whole.view(wire.dtype).to(wire.device)
 
@@ -387,7 +385,8 @@ def apply_(
     params: Sequence[Tensor],  # views of the weights on this rank, all of one device and dtype; updated in place
     # orthogonalized updates with the shapes of `params`, in the dtype in which matrices are exchanged
     updates: Sequence[Tensor],
-    alphas: Sequence[float],  # for each view of weights, the learning rate times the lr scale of the matrix
+    # for each view of weights, the learning rate times the factor that Muon computes from the matrix's shape
+    alphas: Sequence[float],
     lr: float,
     weight_decay: float,
     cautious: bool,

@@ -45,10 +45,10 @@ class Proposal(Work):
         states: `GradientState` of each parameter's gradient.
         said: For each parameter, the values that must be equal on all ranks that share it: a phrase for the state of
             its gradient (from `states`), and a string of dtypes and options.
-        made: Dict from the index of each parameter whose optimizer state must be created or converted to the
-            parameter's complete new state.
-        fresh: Dict from the index of a parameter to the state keys under which the parameter has weight norms that no
-            step has checked since they were created or loaded.
+        made: Complete new state of each parameter whose optimizer state must be created or converted. The keys are
+            parameter indices.
+        fresh: Dict from the index of a parameter to the keys of its missing state tensors and of its unchecked weight
+            norms (see `_unsettled`).
         adamw: Dict from the index of each AdamW group to the rows (local tensors) of the group's parameters. A row is
             None if the parameter has no gradient or no state yet, or if the layout of either differs from the
             parameter's.
@@ -228,8 +228,8 @@ def _look(found: Proposal, number: int, binding: Binding, core: Any) -> str:
 
 
 def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tensor) -> None:
-    """Create or convert the optimizer state that a parameter needs with its group's options, and record the new state
-    in the proposal."""
+    """Create any optimizer state that a parameter lacks, or convert its state if the group's options require another
+    form, and record the new state in the proposal."""
     member, spec, keeper = binding.members[number], binding.plan.specs[number], core.keeper
     param, engine, view = member.param, member.engine, spec.layout.view
     stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
@@ -242,7 +242,8 @@ def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tenso
     if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
         return
     keeper.check_coded(engine, param, view.num_row_dims, kept)
-    # Drop the state of other Muon variants, which would be out of date if the group returned to such a variant.
+    # Drop the state of Muon variants other than the group's, which would be out of date if the group returned to one of
+    # these variants.
     for key in KEPT_KEYS:
         if key not in shapes:
             state.pop(key, None)
@@ -267,8 +268,8 @@ def _unsettled(stages: Stages, state: Mapping[str, Any], settled: Mapping[Tensor
 def _stored_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> tuple[Tensor, ...]:
-    """Return this rank's part of each state tensor that the variant's stages have for a parameter, in the order of
-    `shapes`.
+    """Return this rank's part of each state tensor in which the post-processing stages of a Muon variant store their
+    state for a parameter, in the order of `shapes`.
 
     Raises:
         ValueError: A tensor is missing or has a wrong layout or dtype. The message does not contain the parameter's
