@@ -67,8 +67,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Prefer the
-            optimizer or groups, because only groups have the options `process_group` and `tp_group`, which list the
-            ranks that store replicas (`process_group`) or shards (`tp_group`) of a plain tensor (() for none).
+            optimizer or groups, because only groups have the options `process_group` (ranks that store replicas of
+            a plain tensor) and `tp_group` (ranks that store its shards). For both options, () stands for no ranks.
         max_norm: Largest allowed norm.
         norm_type: p > 0 of the p-norm; inf for the largest absolute value.
         error_if_nonfinite: True raises an error if the norm is inf or nan. False multiplies gradients by 0 or nan in
@@ -122,7 +122,7 @@ def clip_grad_norm_(
         )
     with _or_dropped(listed):
         norm = torch.tensor(total, dtype=torch.float32, device="cpu")
-        # the same formula and dtypes as in torch.nn.utils.clip_grad_norm_
+        # `factor` is computed with the formula and dtypes of torch.nn.utils.clip_grad_norm_
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if float(factor) != 1.0:
             for (device, _), alike in by_kind(call.held.values()).items():
@@ -154,12 +154,12 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
         ) from wrong
 
 
-_ALIGN = 1  # bit that a rank sets in its vote if it must redistribute gradients before the norm is computed
+_ALIGN = 1  # bit that a rank sets in its vote if it must redistribute gradients before it computes their norm
 
 
 def _listed_of(source: Any, fault: Fault) -> list[Listed]:
-    """List the parameters to clip from an optimizer, a module, a tensor or a list, in the user's order. If a parameter
-    is not a tensor, record an error in `fault`."""
+    """List the parameters whose gradients are to be clipped, from an optimizer, a module, a tensor or a list, in the
+    user's order. If a parameter is not a tensor, record an error in `fault`."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
     found = []
@@ -181,8 +181,8 @@ def _listed_of(source: Any, fault: Fault) -> list[Listed]:
 
 
 class _BoundGradients(Agreed):
-    """Cached layouts of the parameters to be clipped, which all connected ranks build together. The cache holds no
-    reference to a tensor.
+    """Cached layouts of the parameters whose gradients are to be clipped. All connected ranks build the layouts
+    together. The cache holds no reference to a tensor.
 
     Attributes:
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
@@ -221,7 +221,8 @@ class _BoundGradients(Agreed):
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
             given = GroupRef.of(one.group.get("process_group"))
-            # Unless the group's option `process_group` is (), other ranks can have replicas of this parameter.
+            # Unless the parameter group's option `process_group` is (), other ranks can have replicas of this
+            # parameter.
             if given is None or given.ranks:
                 if len(layout.ranks) < len(table.component):
                     self.loose.setdefault((layout.ranks, layout.view.shape), []).append(number)
@@ -235,10 +236,10 @@ class _BoundGradients(Agreed):
 
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
-    """Make the cache key for a list of parameters to clip: the name, id, options and engine (storage adapter) of each
-    parameter, and the engine's summary of the parameter's layout. A new tensor can have the same id as a deleted
-    tensor. If their keys are equal, too, both tensors have the same layout, so the cached layouts are valid for the new
-    tensor."""
+    """Make the key of cached layouts for a list of parameters: the name, id, options and engine (storage adapter) of
+    each parameter, and the engine's summary of the parameter's layout. A new tensor can have the same id as a deleted
+    tensor, but if the whole key is equal, too, both tensors have the same layout, so the cached layouts are valid for
+    the new tensor."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
@@ -407,10 +408,11 @@ class _Clipping(TableCall[_BoundGradients]):
 # ------------------------------------------------------------------------------------- norms of local tensors
 
 
-# Gradients with fewer elements than this are concatenated, because copying them takes less time than computing a
-# separate norm for each of them.
+# Gradients with fewer than `_SMALL` elements are concatenated before their norm is computed, because copying them takes
+# less time than computing a separate norm for each of them.
 _SMALL = 1 << 12
-# Gradients with more elements than this are split into chunks, because on CPUs, torch makes an fp64 copy of each chunk.
+# Gradients with more than `_CHUNK` elements are split into chunks to save memory, because on CPUs, torch makes an fp64
+# copy of each tensor whose norm it computes.
 _CHUNK = 1 << 22
 
 
@@ -444,7 +446,8 @@ def _combine(norms: Iterable[float], norm_type: float) -> float:
     largest = max(values, default=0.0)
     if len(values) < 2 or math.isinf(norm_type) or math.isinf(largest):
         return largest
-    exponent = math.frexp(largest)[1]  # norms are scaled by a power of two, which is exact and avoids overflow
+    # before powers are summed, norms are scaled by a power of two, which is exact and avoids overflow
+    exponent = math.frexp(largest)[1]
     power = math.fsum([math.ldexp(value, -exponent) ** norm_type for value in values])
     root = math.sqrt(power) if norm_type == 2.0 else power ** (1.0 / norm_type)
     return math.ldexp(root, exponent) if math.frexp(root)[1] + exponent <= 1024 else math.inf

@@ -105,9 +105,9 @@ def union(groups: Collection[Ranks]) -> Ranks:
 
 
 def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """For every `Ties` in `known` (one rank's view of the ranks that share a tensor with it), find the grid of all
-    ranks that share the tensor. The ranks in a row of the grid store one replica of the tensor, and the ranks in a
-    column store the same part. The result is equal on all ranks.
+    """Find the grid of all ranks that share a tensor, for each `Ties` in `known`. (A `Ties` lists the ranks that share
+    the tensor as far as one rank knows them.) The ranks in a row of the grid store one replica of the tensor, and the
+    ranks in a column store the same part. The result is equal on all ranks.
 
     Args:
         known: Dict from a rank to the ties of the rank's tensors, for all ranks that are connected by shared tensors.
@@ -332,13 +332,13 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # list of one layout table; empty if this rank has an error
+    table: Sequence[Table],  # this rank's layout table, in a list that is empty if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
 ) -> None:
-    """Compare the fingerprints of all replicas of parameters, and raise an error on all ranks if any rank finds a
-    difference or has an error. Collective over `component`."""
+    """Compare the replicas of each parameter by their fingerprints, and raise an error on all ranks if any rank finds a
+    difference or already has an error. Collective over `component`."""
     # Fingerprint of each replicated parameter's local storage. The keys are tuples (set of ranks, position of the
     # parameter among the parameters that these ranks share).
     prints = dict[tuple[Ranks, int], int]()
@@ -360,7 +360,7 @@ def _compare_replicas(
 
 
 def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
-    """Raise Refused if the values of replicas of a parameter differ. `prints` contains the fingerprint of the
+    """Raise Refused if a parameter's replicas have different values. `prints` contains the fingerprint of the
     parameter's local storage on each rank that shares the parameter."""
     seen: dict[object, tuple[int, int]] = {}
     for (rank, pieces), value in zip(layout.pieces.items(), prints, strict=True):

@@ -131,7 +131,7 @@ def matrix_view(
             "tuple of the rows of each"
         )
     dims = tuple(int(size) for size in shape)
-    # 1 if `split_sizes` splits the columns of the stored tensor, 0 if it splits the rows
+    # `split_dim` is 1 if `split_sizes` splits the columns of the stored tensor, and 0 if it splits the rows
     split_dim = 1 if transposed and split_sizes is not None else 0
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
@@ -183,7 +183,7 @@ def _block(
     expert, first, size = block
     sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # numbers of rows and columns of the stored block
     sides[split_dim] = size * groups
-    # Distances, in elements of the row-major matrix, between neighboring rows and between neighboring columns of the
+    # Distances in the row-major matrix, in elements, between neighboring rows and between neighboring columns of the
     # stored tensor.
     steps = (1, sides[0]) if transposed else (sides[1], 1)
     # Position of the block, as a tuple (first index, size, stride in the matrix) for each dim of the fine index space

@@ -129,9 +129,9 @@ class Binding(Agreed):
         self.elsewhere, self.bits, self.num_bits = frozenset(elsewhere), dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         buckets = list(zip(self.buckets, homes, strict=True))
-        # Both functions cache their results for two sets of parameters: all parameters, and the parameters that had
-        # gradients in the last step. `weight_sets` also caches its result for the parameters whose weight norms have
-        # yet to be computed.
+        # `buckets_without` and `weight_sets` cache their results for two sets of parameters: all parameters, and the
+        # parameters that had gradients in the last step. `weight_sets` also caches its result for the parameters whose
+        # weight norms have yet to be computed.
         self.buckets_without = lru_cache(maxsize=2)(partial(Buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(
             lambda numbers: WeightSet.of_rank(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)

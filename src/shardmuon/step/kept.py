@@ -58,8 +58,8 @@ def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[s
 
 
 def check_carried(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise ValueError if a parameter's momentum was loaded without the state that the group's Muon variant (such as
-    NorMuon) needs."""
+    """Raise ValueError if a parameter was loaded with momentum but without the state that the group's Muon variant
+    (such as NorMuon) needs."""
     for stage in keeping(stages_of(group)):
         if state.get(stage.key) is None:
             raise ValueError(

@@ -11,8 +11,8 @@ computes this rank's part of the squared norms. `scale_weights` sums these parts
     million. Gradient norms are computed in the same way (gradients/clip.py).
 
 [Note: matrices of zeros]
-    Matrices of zeros are found when norms are first computed. One warning names them. The CPU does not wait for the
-    device to find them: the result is copied asynchronously, and a later step issues the warning.
+    Weight matrices of zeros are found when norms are first computed, and one warning names all of them. The CPU does
+    not wait for the device to find them: the result is copied asynchronously, and a later step issues the warning.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _PART = 1 << 17
 
 
 class WeightSet:
-    """Parameters that are shared by the same ranks and rescaled by the same stage of a variant (such as Hyperball). The
-    class computes this rank's part of the norms of the parameters' matrices. Objects are cached between steps and hold
-    no tensors.
+    """Parameters that are shared by the same ranks and rescaled by the same stage of a Muon variant (such as
+    Hyperball's). The class computes this rank's part of the norms of the parameters' matrices. Objects are cached
+    between steps and hold no tensors.
 
     Args:
         plan: Plan that contains the parameters.
@@ -145,15 +145,16 @@ class WeightSet:
         pairs = zip(tiles, self._tiles_at, strict=True)
         foreach("mul_", tiles, [(wide if tile.dtype == torch.float64 else numbers)[at] for tile, at in pairs])
 
-    def _read(self, work: Work, device: torch.device) -> Tensor:  # returns fp32 norms, (number of matrices, 1)
-        """Read the norm that the optimizer state stores for each weight matrix. The result is 0 for norms that this
-        rank does not store."""
+    def _read(self, work: Work, device: torch.device) -> Tensor:  # returns fp32 norms of shape (number of matrices, 1)
+        """Read the stored norm of each weight matrix from the optimizer state. The result is 0 for matrices whose norms
+        this rank does not store."""
         found = [torch.zeros(1, dtype=torch.float32, device=device)] * len(self._names)
         for at, number in zip(self._kept_at, self._kept.of(work.kept), strict=True):
             found[at] = number
         return torch.stack(found)
 
-    def _write(self, work: Work, values: Tensor) -> None:  # `values` are norms, (number of matrices, 1)
+    # `values` contains norms and has shape (number of matrices, 1)
+    def _write(self, work: Work, values: Tensor) -> None:
         if self._kept_at:
             rows = values.unbind(0)
             foreach_copy_(self._kept.of(work.kept), [rows[at] for at in self._kept_at])

@@ -33,7 +33,8 @@ from shardmuon.step.binding import Binding, Member
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
-_Line = tuple[str, str, str]  # (name of a parameter, state of its gradient, text that lists its dtypes and options)
+# one parameter in an error message: (its name, state of its gradient, text that lists its dtypes and options)
+_Line = tuple[str, str, str]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -89,8 +90,8 @@ class Proposal(Work):
         return found
 
     def lines(self, binding: Binding, ranks: Ranks, due: str) -> list[_Line]:
-        """Return the values of which `digests` returns the digest for a set of ranks, as lines of text: one line for
-        the plan, then one line per parameter."""
+        """Return, as lines of text, the values that `digests` hashes for a set of ranks: one line for the plan, then
+        one line per parameter."""
         said = ((binding.members[number].name, *self.said[number]) for number in binding.alike[ranks])
         plan = "", binding.digests.get(ranks, b"").hex(), ""
         return [plan, *((name, word, text + due) for name, word, text in said)]

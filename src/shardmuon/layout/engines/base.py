@@ -101,8 +101,8 @@ class Claim(NamedTuple):
         extent: Shape of this rank's local storage and the pieces in it, which other ranks learn only from this claim.
         empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store no part of the tensor, so
             that a rank can lack a gradient while other ranks have gradients.
-        uncounted: Error text for tensors that a gradient norm over all ranks would count several times even though the
-            layout is known; None for all other tensors.
+        uncounted: Error message for gradient clipping if a norm over all ranks would count elements of the tensor's
+            gradient several times even though the layout is known; else None.
     """
 
     form: tuple[Any, ...]
@@ -294,7 +294,8 @@ class Engine:
 
 
 _PLAIN = Engine()
-# registered engines, in the order in which `recognizes` is called; the last engine recognizes every tensor
+# registered engines (storage adapters), in the order in which their `recognizes` is called; the last engine recognizes
+# every tensor
 _ENGINES = [_PLAIN]
 
 
