@@ -67,10 +67,12 @@ _Block = tuple[slice, slice]
 _Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the values that the stage stores
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # key of the norm of the weights in dicts whose other keys are those of a variant's stages
-_FIRST, _ALL = 2, 16  # number of perturbed runs: 2 at first, and 16 in total before a fault is reported
-_TIMES = 3.0  # ratio of the allowed difference to the largest difference that perturbations cause
-# If the allowed relative difference exceeds this limit, a correct update cannot be distinguished from a wrong one.
+_NORM = "norm"  # key of the weight norm in dicts that are otherwise keyed by variant stage
+_FIRST, _ALL = 2, 16  # numbers of perturbed runs: 2 at first, and 16 in total before a fault is reported
+# ratio of the difference allowed between two results to the largest difference that perturbed inputs cause
+_TIMES = 3.0
+# Largest relative difference that can be allowed between an update and the reference. With a higher limit, a correct
+# update could not be distinguished from a wrong one.
 _BLIND = 0.5
 # Amount by which the singular values of an update may lie outside the range that the reference predicts, because
 # rounding changes singular values and increases the smallest ones most.
@@ -80,11 +82,11 @@ _FEW = 4  # number of elements that a perturbed run moves by one spacing, to imi
 # rounded identically.
 _TOGETHER = 64
 _LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
-# relative error of the reference, which is inaccurate for small singular values because it squares them in a Gram
-# matrix
+# Relative error of the reference result in exact arithmetic. Its Gram matrix squares singular values, so the result is
+# inaccurate for small ones.
 _OWN = 1e-9
-# Half of the bound on the rounding error of 8-bit codes, which is derived in `_judge_momentum`. That function doubles
-# this number.
+# Half of the bound on the rounding error of 8-bit momentum codes. `_judge_momentum` derives the bound and doubles this
+# number.
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2
 _EPS = torch.finfo(torch.float32).eps
 # Number of roundings when a variant's stage scales a matrix by a norm. The norm, the stored norm, the factor computed
@@ -148,7 +150,8 @@ class _Evidence:
             for at in (0, 1)
         )
         for key, norm in arithmetic.norms(self.before["weights"]).items():
-            # If no norm of the weights has been stored, or the stored norm is 0, the step uses the current norm.
+            # If the variant has not stored a norm of the weights yet, or the stored norm is 0, the step uses the norm
+            # of the current weights.
             if not self.before[key]:
                 self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
@@ -170,8 +173,8 @@ class _Evidence:
             self.say(name, found, f"{allowed:.1e}")
 
     def suspect(self, name: str, found: str, allowed: float) -> None:
-        """Record that the update, or the norm of the weights after the update, differs from that of the dense reference
-        step. `find_cause` later determines the cause."""
+        """Record a fault whose cause is still unknown: the update, or the norm of the weights after the update, differs
+        from that of the dense reference step. `find_cause` later determines the cause."""
         text = f"{allowed:.1e} ({self.row.arithmetic}, this matrix shaken)"
         self.wrong.append(Finding.of(name, self.row.name, found, text))
 
@@ -432,8 +435,8 @@ def _judge_still(e: _Evidence) -> None:
 
 
 def _judge_prepared(e: _Evidence) -> None:
-    """Compare the orthogonalizer's input, as computed by the code of the variant's stages, with the formulas of these
-    stages."""
+    """Compare the orthogonalizer's input, as computed by the code of the variant's stages, with the input that the
+    formulas of these stages give."""
     _, exact, _ = e.arithmetic.staged(BeforeStage, e.given.double(), {})
     difference = relative_error(e.fed, exact)
     # Each of the variant's stages rounds twice: it rounds its factor and the product of the factor and an element.
@@ -474,8 +477,8 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
 
 
 def _judge_numbers(e: _Evidence) -> None:
-    """Compare the values that the variant's stages store after the step with the stages' formulas. If a stage controls
-    the norm of the weights, compare this norm with the norm after the dense step."""
+    """Compare the values that the variant's stages store after the step with the values that the stages' formulas give.
+    If a stage controls the norm of the weights, compare this norm with the norm after the dense step."""
     live = e.numbers(e.after)
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
@@ -601,7 +604,8 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
         result = torch.zeros_like(e.dense)
         for block in blocks:
             own = e.arithmetic.orthogonalized(e.fed[block])
-            # Fit the length of the update, because a faulty step may compute the scale from the block's shape.
+            # Give each block of the simulated update the length of the same block in the actual update, because a
+            # faulty step may compute the scale from the block's shape.
             result[block] = _along(e.update[block], own) * own
         yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""

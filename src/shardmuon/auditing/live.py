@@ -58,8 +58,8 @@ _NO_GRADIENT = "no gradient"  # initial status of a matrix in the report, replac
 
 
 def _choose(count: int, samples: int, number: int) -> list[int]:
-    """Choose `samples` of `count` matrices for audit `number`, and return their indices. Successive audits cycle
-    through all matrices."""
+    """Choose `samples` of `count` matrices for the audit with index `number`, and return the indices of the chosen
+    matrices. Successive audits cycle through all matrices."""
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
 
@@ -208,7 +208,8 @@ class StepAudit:
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
     def _elements(self, number: int, matrix: int) -> _Elements:
-        """Read the elements of each quantity of a matrix that this rank sends to the rank that judges the matrix."""
+        """Read the elements that this rank sends to the rank that judges a matrix, for each quantity of the matrix
+        (such as its weights)."""
         found = {}
         for what, layout, stored in self._stored(number):
             part = _sent_by(layout, matrix, self._rank)
@@ -272,7 +273,9 @@ class StepAudit:
         item = next(i for i in plan.items if (i.param, i.matrix) == (number, matrix))
         name = one.name if len(layout.view.matrices) == 1 else f"{one.name}[{matrix}]"
         if len(layout.ranks) == 1 and len(self._sets) > 1:
-            name += f" (rank {self._rank})"  # Name the rank, because other ranks can have a parameter of the same name.
+            # Add the rank to the matrix's name in the report, because other ranks can have a parameter of the same
+            # name.
+            name += f" (rank {self._rank})"
         arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
         status = next((f"not checked: {stage}" for stage in arithmetic.unchecked), _NO_GRADIENT)
         row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, item.owners, str(arithmetic), status)

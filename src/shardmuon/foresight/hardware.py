@@ -135,8 +135,9 @@ class _Known:
 
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Interpolate between values measured at ascending `places`, linearly in the logarithms of place and value. At a
-    measured place, the result is exactly the measured value. Beyond either end, the result is the value at that end."""
+    """Interpolate between `values` that were measured at the positions `places` (in ascending order), linearly in the
+    logarithms of position and value. At a measured position, the result is exactly the measured value. Before the first
+    and beyond the last position, the result is the first or the last value, respectively."""
     above = bisect_left(places, at)
     if above == len(places) or above == 0 or places[above] == at:
         return values[min(above, len(places) - 1)]
@@ -256,7 +257,7 @@ class Rates:
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        # For a time, the smallest value is the best; for a rate, the largest value is the best.
+        # The smallest value of a time is its best value; the largest value of a rate is its best value.
         is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))
         return found if is_time else found[::-1]
 
@@ -345,8 +346,9 @@ class Rates:
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Record a lookup in `unverified` if nobody has checked the number. If the size was beyond the table's ends,
-        `beyond` describes the size, and the lookup is also recorded in `extrapolated`."""
+        """Record that an estimate looked up a number of the hardware file. The lookup goes into `unverified` if nobody
+        has checked the number. If the size was beyond the ends of the number's table, `beyond` describes the size, and
+        the lookup is also recorded in `extrapolated`."""
         if not known.verified:
             self.unverified.setdefault(name, known.source)
         if beyond:

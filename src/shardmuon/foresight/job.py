@@ -43,7 +43,8 @@ from shardmuon.variants import Stage
 
 _AXES = ("dp", "shard", "tp", "ep", "pp")
 _MOST_RANKS = 10_240
-_Ranges = tuple[tuple[int, int], ...]  # for each rank, the range [start, stop) of a flattened parameter that it stores
+# one range [start, stop) per rank: the elements of a flattened parameter that the rank stores
+_Ranges = tuple[tuple[int, int], ...]
 
 
 # ----------------------------------------------------------------------------------------------------------- the mesh
@@ -262,10 +263,11 @@ class _Unit(NamedTuple):
     Attributes:
         ranks: Ranks that store the parameters.
         placed: The parameters, with their layouts.
-        stepped: With ZeRO, the number of elements, including padding, in the part of the flat buffer that each rank
-            updates, although every rank stores the weights of the whole buffer. Without ZeRO, this number is 0, because
-            there is no flat buffer, and each rank updates exactly the shards that it stores.
-        stage: Index of the pipeline stage. Stages with equal parameters share the index of the first such stage.
+        stepped: Number of elements that each rank updates with ZeRO, including padding. With ZeRO, every rank stores
+            the weights of the whole flat buffer but updates only one part of the buffer. Without ZeRO, the number is 0,
+            because each rank updates exactly the shards that it stores.
+        stage: Index of the pipeline stage. Pipeline stages with equal parameters share the index of the first such
+            stage.
     """
 
     ranks: Ranks

@@ -19,7 +19,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# number of later buckets that a rank computes before it waits for a bucket's relay, because relays are often slow
+# Number of later buckets that a rank computes before it waits for a bucket's relay, the exchange that forwards results
+# to other replicas. Relays are often slow.
 _BESIDE = 4
 
 _Turn = Literal["begin", "compute", "apply", "finish"]
