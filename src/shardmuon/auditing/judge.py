@@ -208,8 +208,8 @@ class _Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
-        """Return the values that the variant's stages store, and the norm of the weights if a stage controls this
-        norm."""
+        """Select, from the quantities of the matrix (`values`), those that the variant's stages store. If a stage
+        controls the norm of the weights, add this norm, computed from the weights in `values`."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 

@@ -149,7 +149,8 @@ class Arithmetic:
         kept: _Kept,
         without: Stage | None = None,  # stage of the variant to skip; None to run all its stages
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Apply the formulas of all the variant's stages that run at one place in the step.
+        """Apply the formulas of the variant's stages that run before the orthogonalizer, after it, or on the weights,
+        as `place` selects.
 
         Returns:
             A tuple (factor, matrix, kept): the combined factor of the stages in fp64; the resulting (rows, cols)

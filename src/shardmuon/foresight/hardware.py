@@ -324,10 +324,10 @@ class Rates:
         """Estimate the seconds that a pass over memory takes, such as applying updates to weights.
 
         Args:
-            what: Kind of pass, a key of `_BYTES_MOVED`.
-            elements: Total number of elements.
+            what: Name of the pass, a key of `_BYTES_MOVED`, such as "apply".
+            elements: Number of elements that the pass processes.
             fragment: Mean number of elements in a fragment, that is, in the part of a matrix that a rank holds.
-            wire_bytes: Number of bytes per element in the buffers that are sent or received.
+            wire_bytes: Number of bytes per element in the buffers that the exchange sends or receives.
         """
         if not elements:
             return np.zeros(3)
@@ -387,7 +387,7 @@ def _parse(data: Any, where: str) -> Hardware:
 
 def _known(data: Any, slope: float) -> _Known:
     """Parse one entry of a hardware file, which is a single value, the two ends of an interval, the rows of a table, or
-    a dict from aspect ratio to the rows of a table. `slope` is stored in the result."""
+    a dict from aspect ratio to the rows of a table. `slope` becomes the result's attribute of the same name."""
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
     ends = (data["value" if "value" in data else end] for end in ("low", "high"))

@@ -270,8 +270,8 @@ class _Pricer:
         _held: For each class of ranks, the indices of its buckets in `_phases`. Equal buckets of different classes
             share one index.
         _overlap: Fraction of an exchange that can run at the same time as matrix products.
-        _first: Dict from uncertain factor to the part of the time before the first bucket that depends on the factor,
-            in seconds.
+        _first: Dict from uncertain factor to seconds: the part of the time before the first bucket for which the factor
+            is responsible.
         _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and a nested dict from phase
             to uncertain factor to seconds. Exchanges that the bucket does not have are absent from the dict.
         _adamw: Seconds that AdamW takes on each class of ranks.

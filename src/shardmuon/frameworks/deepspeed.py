@@ -186,7 +186,8 @@ class _DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
-        self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
+        # options that each optimizer group had when the group was last stepped
+        self._options: list[dict[str, Any]] = []
         # dict from the id of a flat buffer's tensor to its `_Flat`, including flat buffers that AdamW updates
         self._flats: dict[int, _Flat] = {}
         self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights

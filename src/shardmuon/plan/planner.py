@@ -33,10 +33,11 @@ from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
 # By default, replicas divide the work among themselves. Each replica orthogonalizes all matrices itself only if the
-# estimated step then takes less time by at least the margins in the next two constants. Minimum ratio, in percent, of
-# the step time with divided work to the step time with undivided work, at which undivided work is chosen.
+# estimated step then takes less time by at least two margins, of which `_LATENCIES` is the second. `_NO_GAIN` is the
+# minimum ratio, in percent, of the step time with divided work to the step time if each replica does all the work.
 _NO_GAIN = 102
-# minimum time that undivided work must save to be chosen, as a multiple of the latency of an exchange between nodes
+# Minimum time that must be saved if each replica is to orthogonalize all matrices itself, as a multiple of the latency
+# of an exchange between nodes.
 _LATENCIES = 3
 # Minimum numbers of waves that `_cuts` tries, one after another. A wave is a part of the matrices that becomes one or
 # more buckets.
@@ -193,8 +194,9 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[_Key, Item]:
     """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all of its matrices itself.
     Owners are chosen in the first replica. In every other replica, the rank that stores the same piece as the chosen
-    rank becomes an owner. Return a dict from each item's key to the item. If the layouts have different sets of
-    replicas, the dict only has the matrices of those layouts that together cause the most work."""
+    rank becomes an owner. Return a dict from each item's key to the item. Layouts can divide the ranks into replicas in
+    different ways. In this case, the dict only has the matrices with one of these divisions, the one whose matrices
+    cause the most work."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost
@@ -390,12 +392,12 @@ def _needed(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Share]:
-    """Split the matrices that one rank orthogonalizes, in the given order, into `num` shares (parts of buckets) of
-    about equal work, with as few empty shares as possible."""
+    """Split the matrices that one rank orthogonalizes into `num` shares (parts of buckets) of about equal work, with as
+    few empty shares as possible. The order of the matrices is kept."""
     parts: list[_Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
     for place, item in enumerate(line):
-        behind = num - share - 1  # `behind`: number of shares that are filled after the current share
+        behind = num - share - 1  # number of shares that are filled after the current share
         if parts[share] and behind and needed[place] <= behind:
             enough = work * (behind + 1) >= left
             if enough or filled + item.numel > most or len(line) - place <= behind:
@@ -510,8 +512,8 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
-    # `sent`: number of elements that each rank sends in the gather; `relayed`: number that each rank receives in the
-    # relay
+    # `sent` is the number of elements that each rank sends in the gather, and `relayed` is the number of elements of
+    # results that each rank receives from another replica.
     sent = relayed = 0
     for owner, replica, numel, _, _, (holders, _, replicas, _) in matrices:
         came[owner] += numel - numel // holders
@@ -522,8 +524,8 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.spread for one in matrices)
-    # If every rank owns matrices, each rank keeps its own part of these matrices, and sends only its parts of other
-    # matrices.
+    # If every rank owns (orthogonalizes) matrices, a rank keeps its parts of the matrices that it owns, and sends only
+    # its parts of other matrices.
     if len(kept) >= most.holders * most.replicas:
         sent -= min(sent, min(kept.values()))
     size = itemsize * max(sent, *came.values())

@@ -33,7 +33,7 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
     run.
 
     While bucket i is orthogonalized, bucket i + 1 is gathered, bucket i - 1 is scattered, and earlier buckets are
-    relayed.
+    relayed (forwarded to other replicas).
 
     This order cannot cause a deadlock. Number the exchanges of all buckets in the order of the plan, which is the same
     on all ranks: for bucket b, the gather has the number b, the scatter b + 1/4, and the relay b + 1/2. Before a rank
