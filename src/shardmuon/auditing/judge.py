@@ -64,7 +64,8 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
-_Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the values that the stage stores
+# Dict from the key of a stage, an operation that a Muon variant adds to the step, to the values that the stage stores.
+_Kept = Mapping[str, Tensor]
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
 _NORM = "norm"  # key of the weight norm in dicts that are otherwise keyed by variant stage
@@ -89,8 +90,8 @@ _OWN = 1e-9
 # number.
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2
 _EPS = torch.finfo(torch.float32).eps
-# Number of roundings when a variant's stage scales a matrix by a norm. The norm, the stored norm, the factor computed
-# from the norm, and the product of the factor and an element are rounded.
+# Number of roundings when a stage of a Muon variant scales a matrix by a norm. The norm, the stored norm, the factor
+# computed from the norm, and the product of the factor and an element are rounded.
 _ROUNDINGS = 4
 _Guess = tuple[str, str, Tensor]
 
@@ -190,8 +191,8 @@ class _Evidence:
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
-        """Step the weights with a given result of the orthogonalizer, including the variant's stages, weight decay and
-        rounding.
+        """Step the weights with a given result of the orthogonalizer. The step includes weight decay, rounding, and the
+        stages (operations) that a Muon variant adds.
 
         Args:
             result: The orthogonalizer's result, (rows, cols) fp64.
@@ -208,14 +209,15 @@ class _Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
-        """Select, from the quantities of the matrix (`values`), those that the variant's stages store. If a stage
-        controls the norm of the weights, add this norm, computed from the weights in `values`."""
+        """Select, from the quantities of the matrix (`values`), those that the stages of the Muon variant store, such
+        as NorMuon's second moments. If a stage controls the norm of the weights, add this norm, computed from the
+        weights in `values`."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
-        """Recover the orthogonalizer's result from the weights after a step, assuming that all stages of the variant
-        ran correctly."""
+        """Recover the orthogonalizer's result from the weights after a step, assuming that all stages (operations) that
+        a Muon variant adds to the step ran correctly."""
         step, before = self.step, self.before["weights"]
         found = self.arithmetic.recovered_update(before, after / step.on_weights, self.scale, step.staged)
         return found / step.factor
@@ -420,8 +422,8 @@ def _judge_norm_before(e: _Evidence) -> None:
 
 
 def _judge_still(e: _Evidence) -> None:
-    """Check a step that applies no update: only weight decay and the variant's stages on weights may change the
-    weights."""
+    """Check a step that applies no update: only weight decay, and operations that a Muon variant runs on the weights,
+    may change the weights."""
     before, after = e.before["weights"], e.after["weights"]
     left = float((after - e.stepped(torch.zeros_like(before), torch.ones(())).after).norm())
     roundings = torch.finfo(e.arithmetic.weights).eps + (2 * _EPS if e.arithmetic.weight_stages else 0.0)
@@ -435,11 +437,11 @@ def _judge_still(e: _Evidence) -> None:
 
 
 def _judge_prepared(e: _Evidence) -> None:
-    """Compare the orthogonalizer's input, as computed by the code of the variant's stages, with the input that the
-    formulas of these stages give."""
+    """Compare two versions of the orthogonalizer's input: one from the code of the stages (operations) that a Muon
+    variant runs before the orthogonalizer, and one from the formulas of these stages."""
     _, exact, _ = e.arithmetic.staged(BeforeStage, e.given.double(), {})
     difference = relative_error(e.fed, exact)
-    # Each of the variant's stages rounds twice: it rounds its factor and the product of the factor and an element.
+    # Each stage of a Muon variant rounds twice: it rounds its factor and the product of the factor and an element.
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
     e.check(
         difference,
@@ -477,8 +479,9 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
 
 
 def _judge_numbers(e: _Evidence) -> None:
-    """Compare the values that the variant's stages store after the step with the values that the stages' formulas give.
-    If a stage controls the norm of the weights, compare this norm with the norm after the dense step."""
+    """Compare the values that the Muon variant's stages store after the step (such as NorMuon's second moments) with
+    the values that the stages' formulas give. If a stage controls the norm of the weights, compare this norm with the
+    norm after the dense step."""
     live = e.numbers(e.after)
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
@@ -557,9 +560,9 @@ def _parts(e: _Evidence) -> dict[str, list[_Block]]:
 
 
 def _of_stages(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses (simulated faults) about stages that preserve the norm of the weights. In some guesses, a stage did
-    not run. In others, it used the norm of a shard or half of the matrix instead of the norm of the whole matrix, and
-    may also have stored the wrong norm."""
+    """Yield guesses (simulated faults) about a Muon variant's stages (added operations) that preserve the norm of the
+    weights. In some guesses, a stage did not run. In others, it used the norm of a shard or half of the matrix instead
+    of the norm of the whole matrix, and may also have stored the wrong norm."""
     a, keys = e.arithmetic, {stage.key for stage in e.arithmetic.weight_stages}
     parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
     for what, blocks in parts:

@@ -134,7 +134,7 @@ class StepAudit:
 
     def _look_at_routing(self) -> None:
         """Report parameters that are in no group, or in a group whose optimizer (Muon or AdamW) differs from the one in
-        the routing table. The routing table can be empty."""
+        the routing table. If the routing table is empty, report nothing."""
         goes = {
             name: ("Muon" if group["use_muon"] else "AdamW", index)
             for index, group in enumerate(self._optimizer.param_groups)
@@ -195,8 +195,8 @@ class StepAudit:
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
         """Yield, for each quantity of a parameter, its name, its layout and the part that this rank stores (None if the
-        part is absent). The names are "weights", "momentum", "gradient", and the key of each stage of a variant that
-        stores values."""
+        part is absent). The names are "weights", "momentum", "gradient", and the keys of the Muon variant's stages that
+        store values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
@@ -387,8 +387,8 @@ class _Part(NamedTuple):
     places: Tensor
 
     def select(self, storage: Tensor) -> Tensor:  # (n,)
-        """Read the elements from `storage`: the rank's local weights, gradient, momentum, or values that a variant's
-        stage stores."""
+        """Read the elements from `storage`: the rank's local weights, gradient, momentum, or values that a stage of a
+        Muon variant stores."""
         indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
         found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
         return torch.cat([storage.new_empty(0), *found])

@@ -260,8 +260,8 @@ class _DeepSpeedHost(Host):
             run_together(lambda: self._take_over(core, state_dict), (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
-            # Other ranks may have loaded new state, and all ranks have loaded new weights, so the optimizer must refuse
-            # further steps.
+            # After a failed load, other ranks may have new optimizer state, and all ranks have new weights, so the
+            # optimizer must refuse further steps.
             if not alone:
                 core.broken = f"a checkpoint was not loaded: {refused}. {ExchangeError.REMEDY}"
             raise
@@ -360,7 +360,8 @@ class _DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            # `_step_flats` creates the state of swapped flat buffers, because they are not in memory yet.
+            # `_step_flats` creates the state of swapped flat buffers, because swapped flat buffers are not in memory
+            # yet.
             if not known.swapped:
                 self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:

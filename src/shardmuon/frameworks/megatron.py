@@ -486,7 +486,7 @@ class _ShardHost(_Unfinished):
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
-            # Each shard that AdamW updates exists on one rank only, so no process group is needed.
+            # Each shard that AdamW updates exists on one rank only, so groups that AdamW updates need no process group.
             if not group["use_muon"]:
                 group["process_group"] = GroupRef(())
             names, group["param_names"] = group["param_names"], []
@@ -632,7 +632,7 @@ def _distributed_optimizer(
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
                     # Megatron unscales the gradients of all shards but never sets the gradients of empty shards, so set
-                    # them once.
+                    # the gradients of empty shards once, to empty tensors.
                     shard.grad = torch.empty_like(shard)
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start

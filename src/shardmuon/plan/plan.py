@@ -214,7 +214,7 @@ class Plan:
 
 
 def _rows(plan: Plan) -> str:
-    """List the matrices of a plan as the rows of a table, bucket by bucket."""
+    """Format the matrices of a plan as a text table, bucket by bucket."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):
