@@ -68,7 +68,7 @@ _Block = tuple[slice, slice]
 _Kept = Mapping[str, Tensor]
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # key of the weight norm in dicts that are otherwise keyed by variant stage
+_NORM = "norm"  # key of the weight norm in dicts that are otherwise keyed by the stages of a Muon variant
 _FIRST, _ALL = 2, 16  # numbers of perturbed runs: 2 at first, and 16 in total before a fault is reported
 # ratio of the difference allowed between two results to the largest difference that perturbed inputs cause
 _TIMES = 3.0
@@ -78,11 +78,13 @@ _BLIND = 0.5
 # Amount by which the singular values of an update may lie outside the range that the reference predicts, because
 # rounding changes singular values and increases the smallest ones most.
 _SLACK = 0.2
-_FEW = 4  # number of elements that a perturbed run moves by one spacing, to imitate a different order of summation
+# number of elements that a perturbed run moves to a neighboring floating-point number, to imitate a different order of
+# summation
+_FEW = 4
 # Maximum number of fp32 spacings by which a perturbed run scales all elements. With a maximum of 4, many runs would be
 # rounded identically.
 _TOGETHER = 64
-_LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
+_LONGER = 1 / 16  # largest relative increase of the matrix's norm in a perturbed run
 # Relative error of the reference result in exact arithmetic. Its Gram matrix squares singular values, so the result is
 # inaccurate for small ones.
 _OWN = 1e-9

@@ -355,7 +355,7 @@ class StepAudit:
             self._findings += e.findings
 
     def _compare_replicas(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Record a finding if the values of replicas differ. Collective over `ranks`."""
+        """Record a finding if replicas store different values, such as weights or momentum. Collective over `ranks`."""
         everyone = gather(self._tried("replicas", self._prints, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             at, what, _ = key

@@ -150,7 +150,7 @@ class Arithmetic:
         place: type[Stage],  # class of the stages to apply: BeforeStage, AfterStage or WeightStage
         matrix: Tensor,  # (rows, cols)
         kept: _Kept,
-        without: Stage | None = None,  # stage of the variant to skip; None to run all its stages
+        without: Stage | None = None,  # stage of the Muon variant to skip; None to run all stages
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Apply the formulas of the Muon variant's stages (added operations) that run before the orthogonalizer, after
         it, or on the weights, as `place` selects.
