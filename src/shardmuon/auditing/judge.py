@@ -64,31 +64,36 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
-_Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the values that the stage stores
+# Dict from the key of a stage, an operation that a Muon variant adds to the step, to the values that the stage stores.
+_Kept = Mapping[str, Tensor]
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # key of the norm of the weights in dicts whose other keys are those of a variant's stages
-_FIRST, _ALL = 2, 16  # number of perturbed runs: 2 at first, and 16 in total before a fault is reported
-_TIMES = 3.0  # ratio of the allowed difference to the largest difference that perturbations cause
-# If the allowed relative difference exceeds this limit, a correct update cannot be distinguished from a wrong one.
+_NORM = "norm"  # key of the weight norm in dicts that are otherwise keyed by the stages of a Muon variant
+_FIRST, _ALL = 2, 16  # numbers of perturbed runs: 2 at first, and 16 in total before a fault is reported
+# ratio of the difference allowed between two results to the largest difference that perturbed inputs cause
+_TIMES = 3.0
+# Largest relative difference that can be allowed between an update and the reference. With a higher limit, a correct
+# update could not be distinguished from a wrong one.
 _BLIND = 0.5
 # Amount by which the singular values of an update may lie outside the range that the reference predicts, because
 # rounding changes singular values and increases the smallest ones most.
 _SLACK = 0.2
-_FEW = 4  # number of elements that a perturbed run moves by one spacing, to imitate a different order of summation
+# number of elements that a perturbed run moves to a neighboring floating-point number, to imitate a different order of
+# summation
+_FEW = 4
 # Maximum number of fp32 spacings by which a perturbed run scales all elements. With a maximum of 4, many runs would be
 # rounded identically.
 _TOGETHER = 64
-_LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
-# relative error of the reference, which is inaccurate for small singular values because it squares them in a Gram
-# matrix
+_LONGER = 1 / 16  # largest relative increase of the matrix's norm in a perturbed run
+# Relative error of the reference result in exact arithmetic. Its Gram matrix squares singular values, so the result is
+# inaccurate for small ones.
 _OWN = 1e-9
-# Half of the bound on the rounding error of 8-bit codes, which is derived in `_judge_momentum`. That function doubles
-# this number.
+# Half of the bound on the rounding error of 8-bit momentum codes. `_judge_momentum` derives the bound and doubles this
+# number.
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2
 _EPS = torch.finfo(torch.float32).eps
-# Number of roundings when a variant's stage scales a matrix by a norm. The norm, the stored norm, the factor computed
-# from the norm, and the product of the factor and an element are rounded.
+# Number of roundings when a stage of a Muon variant scales a matrix by a norm. The norm, the stored norm, the factor
+# computed from the norm, and the product of the factor and an element are rounded.
 _ROUNDINGS = 4
 _Guess = tuple[str, str, Tensor]
 
@@ -148,7 +153,8 @@ class _Evidence:
             for at in (0, 1)
         )
         for key, norm in arithmetic.norms(self.before["weights"]).items():
-            # If no norm of the weights has been stored, or the stored norm is 0, the step uses the current norm.
+            # If the variant has not stored a norm of the weights yet, or the stored norm is 0, the step uses the norm
+            # of the current weights.
             if not self.before[key]:
                 self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
@@ -170,8 +176,8 @@ class _Evidence:
             self.say(name, found, f"{allowed:.1e}")
 
     def suspect(self, name: str, found: str, allowed: float) -> None:
-        """Record that the update, or the norm of the weights after the update, differs from that of the dense reference
-        step. `find_cause` later determines the cause."""
+        """Record a fault whose cause is still unknown: the update, or the norm of the weights after the update, differs
+        from that of the dense reference step. `find_cause` later determines the cause."""
         text = f"{allowed:.1e} ({self.row.arithmetic}, this matrix shaken)"
         self.wrong.append(Finding.of(name, self.row.name, found, text))
 
@@ -187,8 +193,8 @@ class _Evidence:
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
-        """Step the weights with a given result of the orthogonalizer, including the variant's stages, weight decay and
-        rounding.
+        """Step the weights with a given result of the orthogonalizer. The step includes weight decay, rounding, and the
+        stages (operations) that a Muon variant adds.
 
         Args:
             result: The orthogonalizer's result, (rows, cols) fp64.
@@ -205,14 +211,15 @@ class _Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
-        """Return the values that the variant's stages store, and the norm of the weights if a stage controls this
-        norm."""
+        """Select, from the quantities of the matrix (`values`), those that the stages of the Muon variant store, such
+        as NorMuon's second moments. If a stage controls the norm of the weights, add this norm, computed from the
+        weights in `values`."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
-        """Recover the orthogonalizer's result from the weights after a step, assuming that all stages of the variant
-        ran correctly."""
+        """Recover the orthogonalizer's result from the weights after a step, assuming that all stages (operations) that
+        a Muon variant adds to the step ran correctly."""
         step, before = self.step, self.before["weights"]
         found = self.arithmetic.recovered_update(before, after / step.on_weights, self.scale, step.staged)
         return found / step.factor
@@ -417,8 +424,8 @@ def _judge_norm_before(e: _Evidence) -> None:
 
 
 def _judge_still(e: _Evidence) -> None:
-    """Check a step that applies no update: only weight decay and the variant's stages on weights may change the
-    weights."""
+    """Check a step that applies no update: only weight decay, and operations that a Muon variant runs on the weights,
+    may change the weights."""
     before, after = e.before["weights"], e.after["weights"]
     left = float((after - e.stepped(torch.zeros_like(before), torch.ones(())).after).norm())
     roundings = torch.finfo(e.arithmetic.weights).eps + (2 * _EPS if e.arithmetic.weight_stages else 0.0)
@@ -432,11 +439,11 @@ def _judge_still(e: _Evidence) -> None:
 
 
 def _judge_prepared(e: _Evidence) -> None:
-    """Compare the orthogonalizer's input, as computed by the code of the variant's stages, with the formulas of these
-    stages."""
+    """Compare two versions of the orthogonalizer's input: one from the code of the stages (operations) that a Muon
+    variant runs before the orthogonalizer, and one from the formulas of these stages."""
     _, exact, _ = e.arithmetic.staged(BeforeStage, e.given.double(), {})
     difference = relative_error(e.fed, exact)
-    # Each of the variant's stages rounds twice: it rounds its factor and the product of the factor and an element.
+    # Each stage of a Muon variant rounds twice: it rounds its factor and the product of the factor and an element.
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
     e.check(
         difference,
@@ -474,8 +481,9 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
 
 
 def _judge_numbers(e: _Evidence) -> None:
-    """Compare the values that the variant's stages store after the step with the stages' formulas. If a stage controls
-    the norm of the weights, compare this norm with the norm after the dense step."""
+    """Compare the values that the Muon variant's stages store after the step (such as NorMuon's second moments) with
+    the values that the stages' formulas give. If a stage controls the norm of the weights, compare this norm with the
+    norm after the dense step."""
     live = e.numbers(e.after)
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
@@ -554,9 +562,9 @@ def _parts(e: _Evidence) -> dict[str, list[_Block]]:
 
 
 def _of_stages(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses (simulated faults) about stages that preserve the norm of the weights. In some guesses, a stage did
-    not run. In others, it used the norm of a shard or half of the matrix instead of the norm of the whole matrix, and
-    may also have stored the wrong norm."""
+    """Yield guesses (simulated faults) about a Muon variant's stages (added operations) that preserve the norm of the
+    weights. In some guesses, a stage did not run. In others, it used the norm of a shard or half of the matrix instead
+    of the norm of the whole matrix, and may also have stored the wrong norm."""
     a, keys = e.arithmetic, {stage.key for stage in e.arithmetic.weight_stages}
     parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
     for what, blocks in parts:
@@ -601,7 +609,8 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
         result = torch.zeros_like(e.dense)
         for block in blocks:
             own = e.arithmetic.orthogonalized(e.fed[block])
-            # Fit the length of the update, because a faulty step may compute the scale from the block's shape.
+            # Give each block of the simulated update the length of the same block in the actual update, because a
+            # faulty step may compute the scale from the block's shape.
             result[block] = _along(e.update[block], own) * own
         yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""

@@ -58,8 +58,8 @@ _NO_GRADIENT = "no gradient"  # initial status of a matrix in the report, replac
 
 
 def _choose(count: int, samples: int, number: int) -> list[int]:
-    """Choose `samples` of `count` matrices for audit `number`, and return their indices. Successive audits cycle
-    through all matrices."""
+    """Choose `samples` of `count` matrices for the audit with index `number`, and return the indices of the chosen
+    matrices. Successive audits cycle through all matrices."""
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
 
@@ -134,7 +134,7 @@ class StepAudit:
 
     def _look_at_routing(self) -> None:
         """Report parameters that are in no group, or in a group whose optimizer (Muon or AdamW) differs from the one in
-        the routing table. The routing table can be empty."""
+        the routing table. If the routing table is empty, report nothing."""
         goes = {
             name: ("Muon" if group["use_muon"] else "AdamW", index)
             for index, group in enumerate(self._optimizer.param_groups)
@@ -195,8 +195,8 @@ class StepAudit:
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
         """Yield, for each quantity of a parameter, its name, its layout and the part that this rank stores (None if the
-        part is absent). The names are "weights", "momentum", "gradient", and the key of each stage of a variant that
-        stores values."""
+        part is absent). The names are "weights", "momentum", "gradient", and the keys of the Muon variant's stages that
+        store values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
@@ -208,7 +208,8 @@ class StepAudit:
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
     def _elements(self, number: int, matrix: int) -> _Elements:
-        """Read the elements of each quantity of a matrix that this rank sends to the rank that judges the matrix."""
+        """Read the elements that this rank sends to the rank that judges a matrix, for each quantity of the matrix
+        (such as its weights)."""
         found = {}
         for what, layout, stored in self._stored(number):
             part = _sent_by(layout, matrix, self._rank)
@@ -272,7 +273,9 @@ class StepAudit:
         item = next(i for i in plan.items if (i.param, i.matrix) == (number, matrix))
         name = one.name if len(layout.view.matrices) == 1 else f"{one.name}[{matrix}]"
         if len(layout.ranks) == 1 and len(self._sets) > 1:
-            name += f" (rank {self._rank})"  # Name the rank, because other ranks can have a parameter of the same name.
+            # Add the rank to the matrix's name in the report, because other ranks can have a parameter of the same
+            # name.
+            name += f" (rank {self._rank})"
         arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
         status = next((f"not checked: {stage}" for stage in arithmetic.unchecked), _NO_GRADIENT)
         row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, item.owners, str(arithmetic), status)
@@ -352,7 +355,7 @@ class StepAudit:
             self._findings += e.findings
 
     def _compare_replicas(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Record a finding if the values of replicas differ. Collective over `ranks`."""
+        """Record a finding if replicas store different values, such as weights or momentum. Collective over `ranks`."""
         everyone = gather(self._tried("replicas", self._prints, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             at, what, _ = key
@@ -384,8 +387,8 @@ class _Part(NamedTuple):
     places: Tensor
 
     def select(self, storage: Tensor) -> Tensor:  # (n,)
-        """Read the elements from `storage`: the rank's local weights, gradient, momentum, or values that a variant's
-        stage stores."""
+        """Read the elements from `storage`: the rank's local weights, gradient, momentum, or values that a stage of a
+        Muon variant stores."""
         indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
         found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
         return torch.cat([storage.new_empty(0), *found])

@@ -41,7 +41,9 @@ from shardmuon.variants import (
     WeightStage,
 )
 
-_Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the 1-D fp64 values that the stage stores
+# Dict from the key of a stage, an operation that a Muon variant adds to the step, to the 1-D fp64 values that the stage
+# stores.
+_Kept = Mapping[str, Tensor]
 
 
 # ------------------------------------------------------------------------------------------------ the live arithmetic
@@ -81,12 +83,12 @@ class Arithmetic:
 
     @property
     def unchecked(self) -> list[str]:
-        """Names of the variant's stages for which this module has no formula."""
+        """Names of the Muon variant's stages (operations added to the step) for which this module has no formula."""
         return [type(stage).__name__ for stage in self.settings.stages if type(stage) not in _FORMULAS]
 
     @property
     def weight_stages(self) -> list[WeightStage]:
-        """The variant's stages that run on the weights, in order."""
+        """The Muon variant's stages (operations added to the step) that run on the weights, in order."""
         return [stage for stage in self.settings.stages if isinstance(stage, WeightStage)]
 
     @property
@@ -99,7 +101,7 @@ class Arithmetic:
         grad: Tensor,  # (rows, cols) gradient, in a dtype at least as wide as in the audited step
     ) -> tuple[Tensor, Tensor]:  # two (rows, cols) tensors, in the dtypes `momentum` and `wire`
         """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before any
-        of the variant's stages have run.
+        of the Muon variant's stages (added operations) have run.
 
         Both are bitwise equal to the values in the audited step, because the result of `lerp` does not depend on how a
         tensor is sharded.
@@ -109,8 +111,8 @@ class Arithmetic:
         return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(self.wire)
 
     def prepared(self, fed: Tensor) -> Tensor:  # (rows, cols)
-        """Run the variant's stages that precede the orthogonalizer on the orthogonalizer's input, with the same code as
-        in the audited step."""
+        """Run those stages (operations) of the Muon variant that precede the orthogonalizer on the orthogonalizer's
+        input, with the same code as in the audited step."""
         before = [stage for stage in self.settings.stages if isinstance(stage, BeforeStage)]
         if before:
             fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
@@ -122,22 +124,23 @@ class Arithmetic:
         self,
         matrix: Tensor,  # (rows, cols), any dtype
         *,
-        # True to keep the input in at least fp32, because rounding to `wire` would undo a tiny perturbation
+        # True to keep the input in at least fp32. Rounding to the dtype `wire`, in which ranks send the input, would
+        # undo a tiny perturbation.
         nudged: bool = False,
     ) -> Tensor:  # (rows, cols) fp64
         """Orthogonalize a whole matrix in the arithmetic of the audited step. The result is rounded to the dtype
-        `wire`, unless a stage of the variant runs on the result before ranks send it."""
+        `wire`, unless the Muon variant adds an operation that runs on the result before ranks send it."""
         s, c = self.settings, self.choice
-        # Stages that precede the orthogonalizer run after ranks have sent its input, so the results of these stages are
-        # not rounded to `wire`.
+        # A Muon variant's stages that precede the orthogonalizer run after ranks have sent its input, so the results of
+        # these stages are not rounded to the dtype `wire`, in which ranks send data.
         wide = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
         x = matrix.to(
             self.device or matrix.device, torch.promote_types(self.wire, torch.float32) if wide else self.wire
         )
         x = x.contiguous().unsqueeze(0)
         (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
-        # Stages that follow the orthogonalizer run before ranks send its result, so these stages read a result that has
-        # not been rounded to `wire`.
+        # A Muon variant's stages that follow the orthogonalizer run before ranks send its result, so these stages read
+        # a result that has not been rounded to the dtype `wire`, in which ranks send data.
         after = any(isinstance(stage, AfterStage) for stage in s.stages)
         result: Tensor = out if after else out.to(self.wire)
         return result.to(matrix.device, torch.float64)
@@ -147,9 +150,10 @@ class Arithmetic:
         place: type[Stage],  # class of the stages to apply: BeforeStage, AfterStage or WeightStage
         matrix: Tensor,  # (rows, cols)
         kept: _Kept,
-        without: Stage | None = None,  # stage of the variant to skip; None to run all its stages
+        without: Stage | None = None,  # stage of the Muon variant to skip; None to run all stages
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Apply the formulas of all the variant's stages that run at one place in the step.
+        """Apply the formulas of the Muon variant's stages (added operations) that run before the orthogonalizer, after
+        it, or on the weights, as `place` selects.
 
         Returns:
             A tuple (factor, matrix, kept): the combined factor of the stages in fp64; the resulting (rows, cols)
@@ -168,14 +172,14 @@ class Arithmetic:
         return factor, matrix, kept
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
-        """Compute the norm of the given weights, which the variant's stages on weights store in their first step.
-        Return a dict from the key of each such stage to the norm, a (1,) fp64 tensor."""
+        """Compute the norm of the given weights. A Muon variant's stages that control the norm store it in their first
+        step. Return a dict from the key of each such stage to the norm, a (1,) fp64 tensor."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
     def weights_after(
         self,
         before: Tensor,  # (rows, cols) weights
-        update: Tensor,  # (rows, cols) update, rounded to `wire`
+        update: Tensor,  # (rows, cols) update, rounded to the dtype `wire`
         scale: float,
     ) -> Tensor:  # (rows, cols), the weights' dtype
         """Compute the weights after an update, with the same weight decay and rounding as in the audited step."""
@@ -220,9 +224,10 @@ class Arithmetic:
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
-# The formula of a variant's stage is a function with three arguments: the stage, a matrix, and the values that the
-# stage stores for the matrix. The function returns two fp64 tensors: the factor by which the stage multiplies the
-# matrix (broadcastable to the matrix's shape), and the values that the stage stores after the step.
+# The formula of a stage, an operation that a Muon variant adds to the step, is a function with three arguments: the
+# stage, a matrix, and the values that the stage stores for the matrix. The function returns two fp64 tensors: the
+# factor by which the stage multiplies the matrix (broadcastable to the matrix's shape), and the values that the stage
+# stores after the step.
 
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         AttributeError,
         TypeError,
         ValueError,
-    ) as wrong:  # errors caused by the user's arguments or model
+    ) as wrong:  # exceptions that the user's arguments or model can cause
         print(f"shardmuon {asked}: {wrong}", file=sys.stderr)
         return 2
 

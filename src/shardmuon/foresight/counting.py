@@ -29,7 +29,7 @@ _Ints = NDArray[np.int64]
 
 
 class _Matrices(NamedTuple):
-    """Matrices of one shape that one rank orthogonalizes in one bucket by the same method.
+    """Matrices of one bucket that have the same shape and that one rank orthogonalizes by the same method.
 
     Attributes:
         rows, cols: Shape of each matrix.
@@ -46,7 +46,8 @@ class _Matrices(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Bytes that one rank sends, or receives, in one exchange. Data that stays on the rank is not counted.
+    """Number of bytes that one rank sends (or receives) in one exchange, and number of its peers. Data that stays on
+    the rank is not counted.
 
     Attributes:
         inside: Bytes sent to (or received from) ranks on the same node.
@@ -91,7 +92,8 @@ class BucketCount:
         num_nodes: Number of nodes to which these ranks belong.
         itemsize: Number of bytes per element in the batches and in the exchanged data.
         matrices: Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
-        held: Number of elements in the bucket whose momentum and weights this rank updates.
+        held: Number of elements of the bucket's matrices that this rank stores, and whose momentum and weights it
+            updates.
         sent: Bytes that this rank sends.
         received: Bytes that this rank receives.
         foreign: Number of elements in `held` that this rank sends to other ranks for orthogonalization.
@@ -168,8 +170,8 @@ class _Ways(NamedTuple):
 
 
 def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
-    """Make a function that maps a matrix of the plan to its tiles and to the ranks that exchange them. The function
-    caches its results, because matrices with equal layouts and owners have equal tiles."""
+    """Make a function that maps a matrix of the plan to its tiles (parts of the matrix) and to the ranks that exchange
+    these tiles. The function caches its results, because matrices with equal layouts and owners have equal tiles."""
 
     @cache
     def stored(layout: ParamLayout, matrix: int) -> tuple[_Ints, _Ints, list[Piece]]:

@@ -135,8 +135,9 @@ class _Known:
 
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Interpolate between values measured at ascending `places`, linearly in the logarithms of place and value. At a
-    measured place, the result is exactly the measured value. Beyond either end, the result is the value at that end."""
+    """Interpolate between `values` that were measured at the positions `places` (in ascending order), linearly in the
+    logarithms of position and value. At a measured position, the result is exactly the measured value. Before the first
+    and beyond the last position, the result is the first or the last value, respectively."""
     above = bisect_left(places, at)
     if above == len(places) or above == 0 or places[above] == at:
         return values[min(above, len(places) - 1)]
@@ -256,7 +257,7 @@ class Rates:
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        # For a time, the smallest value is the best; for a rate, the largest value is the best.
+        # The smallest value of a time is its best value; the largest value of a rate is its best value.
         is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))
         return found if is_time else found[::-1]
 
@@ -323,10 +324,10 @@ class Rates:
         """Estimate the seconds that a pass over memory takes, such as applying updates to weights.
 
         Args:
-            what: Kind of pass, a key of `_BYTES_MOVED`.
-            elements: Total number of elements.
+            what: Name of the pass, a key of `_BYTES_MOVED`, such as "apply".
+            elements: Number of elements that the pass processes.
             fragment: Mean number of elements in a fragment, that is, in the part of a matrix that a rank holds.
-            wire_bytes: Number of bytes per element in the buffers that are sent or received.
+            wire_bytes: Number of bytes per element in the buffers that the exchange sends or receives.
         """
         if not elements:
             return np.zeros(3)
@@ -345,8 +346,9 @@ class Rates:
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Record a lookup in `unverified` if nobody has checked the number. If the size was beyond the table's ends,
-        `beyond` describes the size, and the lookup is also recorded in `extrapolated`."""
+        """Record that an estimate looked up a number of the hardware file. The lookup goes into `unverified` if nobody
+        has checked the number. If the size was beyond the ends of the number's table, `beyond` describes the size, and
+        the lookup is also recorded in `extrapolated`."""
         if not known.verified:
             self.unverified.setdefault(name, known.source)
         if beyond:
@@ -385,7 +387,7 @@ def _parse(data: Any, where: str) -> Hardware:
 
 def _known(data: Any, slope: float) -> _Known:
     """Parse one entry of a hardware file, which is a single value, the two ends of an interval, the rows of a table, or
-    a dict from aspect ratio to the rows of a table. `slope` is stored in the result."""
+    a dict from aspect ratio to the rows of a table. `slope` becomes the result's attribute of the same name."""
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
     ends = (data["value" if "value" in data else end] for end in ("low", "high"))

@@ -43,7 +43,8 @@ from shardmuon.variants import Stage
 
 _AXES = ("dp", "shard", "tp", "ep", "pp")
 _MOST_RANKS = 10_240
-_Ranges = tuple[tuple[int, int], ...]  # for each rank, the range [start, stop) of a flattened parameter that it stores
+# one range [start, stop) per rank: the elements of a flattened parameter that the rank stores
+_Ranges = tuple[tuple[int, int], ...]
 
 
 # ----------------------------------------------------------------------------------------------------------- the mesh
@@ -262,10 +263,11 @@ class _Unit(NamedTuple):
     Attributes:
         ranks: Ranks that store the parameters.
         placed: The parameters, with their layouts.
-        stepped: With ZeRO, the number of elements, including padding, in the part of the flat buffer that each rank
-            updates, although every rank stores the weights of the whole buffer. Without ZeRO, this number is 0, because
-            there is no flat buffer, and each rank updates exactly the shards that it stores.
-        stage: Index of the pipeline stage. Stages with equal parameters share the index of the first such stage.
+        stepped: Number of elements that each rank updates with ZeRO, including padding. With ZeRO, every rank stores
+            the weights of the whole flat buffer but updates only one part of the buffer. Without ZeRO, the number is 0,
+            because each rank updates exactly the shards that it stores.
+        stage: Index of the pipeline stage. Pipeline stages with equal parameters share the index of the first such
+            stage.
     """
 
     ranks: Ranks
@@ -480,19 +482,20 @@ class _RankClass:
 
     @property
     def flops(self) -> int:
-        """Number of floating point operations that a rank spends on orthogonalization in one step."""
+        """Number of floating point operations that a rank of this class spends on orthogonalization in one step."""
         return sum(m.num * m.flops for bucket in self.buckets for m in bucket.matrices)
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Bytes that a rank sends in a step, as (inside its node, to other nodes). The sum of the two equals the step's
-        `Traffic.bytes_sent`."""
+        """Bytes that a rank of this class sends in a step, as (to ranks on its node, to other nodes). The sum of the
+        two equals the step's `Traffic.bytes_sent`."""
         sides = [side for bucket in self.buckets for side in bucket.sent]
         return sum(side.inside for side in sides), sum(side.across for side in sides)
 
     @property
     def peak(self) -> int:
-        """Upper bound on the bytes that a step needs in addition to `stored`.
+        """Upper bound on the bytes that a step needs on a rank of this class, in addition to the bytes `stored` between
+        steps.
 
         The bound covers the batches and exchange buffers of two buckets, a workspace of four times the batches of one
         bucket, and 8 bytes for each element whose momentum is updated at the same time (see docs/memory.md).
@@ -504,12 +507,12 @@ class _RankClass:
 
     @property
     def exchanges(self) -> int:
-        """Number of all-to-all calls in a step."""
+        """Number of all-to-all calls that a rank of this class makes in a step."""
         return sum(bucket.exchanges for bucket in self.buckets)
 
     @property
     def orthogonalized(self) -> int:
-        """Number of matrices that a rank orthogonalizes in a step. It equals `Traffic.orthogonalized`."""
+        """Number of matrices that a rank of this class orthogonalizes in a step. It equals `Traffic.orthogonalized`."""
         return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 

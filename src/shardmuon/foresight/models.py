@@ -195,8 +195,9 @@ _DECODER: Mapping[str, Any] = {
     # True adds biases to the projections q, k and v; "all" also adds a bias to the projection o
     "attention_bias": False,
     "qk_norm": False,  # True normalizes queries and keys in each head
-    # "gated" has gate, up and down projections. "plain" is GPT-2's layer, with two linear layers that are stored
-    # transposed and have biases, LayerNorm with biases, and learned positions.
+    # Type of the feed-forward layers: "gated" selects gate, up and down projections. "plain" selects GPT-2's
+    # architecture: two linear layers, which are stored transposed and have biases, LayerNorm with biases, and learned
+    # positions.
     "mlp": "gated",
     "max_position_embeddings": 0,  # number of learned positions, used only if "mlp" is "plain"
     "num_experts": 0,
@@ -204,7 +205,8 @@ _DECODER: Mapping[str, Any] = {
     "num_shared_experts": 0,  # number of experts that are always active; they are fused into one dense layer
     "first_k_dense": 0,  # number of layers without experts before the first layer with experts
     "router_bias": False,  # True adds a bias to the router, with one entry per expert
-    # True selects experts as in gpt-oss, which have biases, fuse gate and up in one stack, and are stored transposed.
+    # True selects experts as in gpt-oss. They have biases, fuse the gate and up projections in one stack, and are
+    # stored transposed.
     "expert_bias": False,
     "attention_sinks": False,  # True adds a learned attention sink to each head, as in gpt-oss
     # Sizes of DeepSeek's latent attention. With kv_lora_rank 0, the model has grouped-query attention instead. With

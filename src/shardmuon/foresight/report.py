@@ -263,15 +263,15 @@ def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
 
 
 class _Pricer:
-    """Estimate the times of all buckets on all classes of ranks, and simulate optimizer steps with these times. A class
-    is a set of ranks that do equal work.
+    """Estimate the times of all buckets (groups of matrices) on all classes of ranks, and simulate optimizer steps with
+    these times. A class is a set of ranks that do equal work.
 
     Attributes:
         _held: For each class of ranks, the indices of its buckets in `_phases`. Equal buckets of different classes
             share one index.
         _overlap: Fraction of an exchange that can run at the same time as matrix products.
-        _first: Dict from uncertain factor to the part of the time before the first bucket that depends on the factor,
-            in seconds.
+        _first: Dict from uncertain factor to seconds: the part of the time before the first bucket for which the factor
+            is responsible.
         _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and a nested dict from phase
             to uncertain factor to seconds. Exchanges that the bucket does not have are absent from the dict.
         _adamw: Seconds that AdamW takes on each class of ranks.
@@ -407,7 +407,7 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            # Each of the n ranks that exchange a bucket adds 1/n, so `members` counts the groups of such ranks.
+            # Each of the n ranks that exchange a bucket adds 1/n to `members`, so `members` counts groups of n ranks.
             members[key] += rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 

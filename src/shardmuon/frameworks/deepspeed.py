@@ -186,11 +186,13 @@ class _DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
-        self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
+        # options that each optimizer group had when the group was last stepped
+        self._options: list[dict[str, Any]] = []
         # dict from the id of a flat buffer's tensor to its `_Flat`, including flat buffers that AdamW updates
         self._flats: dict[int, _Flat] = {}
         self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
-        # dict from parameter name to the variant's loaded state, until `_Flat.take` moves the state to a flat buffer
+        # Dict from parameter name to the Muon variant's state that was loaded from a checkpoint, until `_Flat.take`
+        # moves the state to a flat buffer.
         self._carried: dict[str, dict[str, Tensor]] = {}
         self._num_stepped = 0  # number of flat buffers stepped so far in the current training step
 
@@ -207,7 +209,8 @@ class _DeepSpeedHost(Host):
         self._options.append(_options(group))
 
     def _take_over(self, core: Any, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict as torch does, and reset all attributes that depend on the old groups and state."""
+        """Load a state dict as torch does, and reset all attributes of this integration that depend on the previous
+        groups and state."""
         super().load(core, state_dict)
         self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
         self._options = [_options(group) for group in core.param_groups]
@@ -238,7 +241,7 @@ class _DeepSpeedHost(Host):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
             names, flats = [name for name, _ in named], group["params"]
-            # If DeepSpeed has assigned the options of another group, restore the group's own options.
+            # If DeepSpeed has assigned the options of another group to this group, restore the group's own options.
             if group.setdefault("param_names", names) != names:
                 group.clear()
                 group.update(self._options[index], params=flats, param_names=names)
@@ -259,8 +262,8 @@ class _DeepSpeedHost(Host):
             run_together(lambda: self._take_over(core, state_dict), (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
-            # Other ranks may have loaded new state, and all ranks have loaded new weights, so the optimizer must refuse
-            # further steps.
+            # After a failed load, other ranks may have new optimizer state, and all ranks have new weights, so the
+            # optimizer must refuse further steps.
             if not alone:
                 core.broken = f"a checkpoint was not loaded: {refused}. {ExchangeError.REMEDY}"
             raise
@@ -359,7 +362,8 @@ class _DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            # `_step_flats` creates the state of swapped flat buffers, because they are not in memory yet.
+            # `_step_flats` creates the state of swapped flat buffers, because swapped flat buffers are not in memory
+            # yet.
             if not known.swapped:
                 self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:

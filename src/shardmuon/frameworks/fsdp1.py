@@ -41,7 +41,7 @@ class _FSDP1Host(Host):
             kinds = [kind for kind in (BUFFER, *MOMENTS) if any(kind in state[key] for key, _ in members)]
             dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
             if not dtypes or any(SCALE in state[key] for key, _ in members):
-                continue  # The FSDP1 unit has no state yet, or has 8-bit momentum, which FSDP1 cannot save.
+                continue  # Skip an FSDP1 unit that has no state yet, or has 8-bit momentum, which FSDP1 cannot save.
             # `dtype` can represent the values of all state tensors of the unit exactly.
             dtype = reduce(torch.promote_types, dtypes)
             for key, param in members:

@@ -192,7 +192,7 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Make the options of `Muon` from Megatron's config and the user's options. The user's options take precedence.
 
     Raises:
-        ValueError: An option cannot be used with Megatron, or `Muon` has no equivalent of the config.
+        ValueError: An option cannot be used with Megatron, or `Muon` has no equivalent of a setting in the config.
     """
     if {"process_group", "tp_group"} & given.keys():
         raise ValueError(
@@ -255,8 +255,8 @@ def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
 
 def _of_experts(rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
     """Make copies of the given overrides for experts. A copy applies only to experts, and sets their tensor-parallel
-    group, which differs from the group of dense parameters. A last copy applies to all experts that no override
-    matches."""
+    group, which differs from the group of dense parameters. One more override, at the end of the list, applies to all
+    experts that none of the copies matches."""
 
     def fits(name: str, param: Tensor, module: nn.Module, rule: Rule) -> bool:
         return _is_expert(param) and rule.fits(name, param, module)
@@ -370,8 +370,8 @@ def _wrapped(
         groups: Megatron's process groups.
         expert: True for the experts' optimizer.
         chunks: Model chunks.
-        shared: Process groups of the distributed optimizer, by Megatron's names. None if there is no distributed
-            optimizer, so that every replica has the complete main weights.
+        shared: Dict from Megatron's name of a process group of the distributed optimizer to the process group. None if
+            there is no distributed optimizer, so that every replica has the complete main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:
@@ -486,7 +486,7 @@ class _ShardHost(_Unfinished):
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
-            # Each shard that AdamW updates exists on one rank only, so no process group is needed.
+            # Each shard that AdamW updates exists on one rank only, so groups that AdamW updates need no process group.
             if not group["use_muon"]:
                 group["process_group"] = GroupRef(())
             names, group["param_names"] = group["param_names"], []
@@ -632,7 +632,7 @@ def _distributed_optimizer(
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
                     # Megatron unscales the gradients of all shards but never sets the gradients of empty shards, so set
-                    # them once.
+                    # the gradients of empty shards once, to empty tensors.
                     shard.grad = torch.empty_like(shard)
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start

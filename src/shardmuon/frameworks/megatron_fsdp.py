@@ -48,7 +48,7 @@ class _MegatronFSDPEngine(DTensorEngine):
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
             return False
-        # This method is called for every DTensor in every step, so its checks must be cheap.
+        # `recognizes` is called for every DTensor in every step, so its checks must be cheap.
         return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
 
     def claim(self, param: Any, group: Group) -> Claim:

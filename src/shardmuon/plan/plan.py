@@ -87,7 +87,8 @@ class Item(NamedTuple):
         param, matrix: Index of the parameter's `Spec` in the plan, and index of the matrix in the parameter's view.
         rows, cols: Shape of the matrix.
         owners: A single rank, or one rank per replica in the order of `ParamLayout.replicas`.
-        route: "local": no element is sent. "owner": the matrix is gathered on its owner, and the result is scattered.
+        route: "local" if no element of the matrix is sent; "owner" if the matrix is gathered on its owner and the
+            result is scattered.
         how: Text that describes how the matrix is orthogonalized.
         cost: Floating point operations to orthogonalize the matrix.
     """
@@ -213,7 +214,7 @@ class Plan:
 
 
 def _rows(plan: Plan) -> str:
-    """Format the matrices of a plan as a table, bucket by bucket."""
+    """Format the matrices of a plan as a text table, bucket by bucket."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):

@@ -33,12 +33,14 @@ from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
 # By default, replicas divide the work among themselves. Each replica orthogonalizes all matrices itself only if the
-# estimated step then takes less time by at least the margins in the next two constants.
-# smallest ratio, in percent, of the step time with divided work to the step time if each replica does all the work
+# estimated step then takes less time by at least two margins, of which `_LATENCIES` is the second. `_NO_GAIN` is the
+# minimum ratio, in percent, of the step time with divided work to the step time if each replica does all the work.
 _NO_GAIN = 102
-_LATENCIES = 3  # smallest time that must be saved, as a multiple of the latency of an exchange between nodes
-# Numbers of waves that `_cuts` tries as the smallest number of waves. A wave is a part of the matrices that becomes one
-# or more buckets.
+# Minimum time that must be saved if each replica is to orthogonalize all matrices itself, as a multiple of the latency
+# of an exchange between nodes.
+_LATENCIES = 3
+# Minimum numbers of waves that `_cuts` tries, one after another. A wave is a part of the matrices that becomes one or
+# more buckets.
 _NUMS = (*range(1, 21), 24, 32)
 _TAILS = (1, 2, 4)
 # Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The values are those in
@@ -46,7 +48,7 @@ _TAILS = (1, 2, 4)
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # key of a matrix: (index of the parameter in the plan, index of the matrix in the parameter)
-_Share = list[Item]  # matrices that are to form one bucket ("a share")
+_Share = list[Item]  # share: matrices that are planned as one bucket
 
 
 class _Way(NamedTuple):
@@ -130,8 +132,8 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
     """Choose the owner (the rank that orthogonalizes it) of each matrix that a set of ranks shares. Matrices with a
     single candidate are assigned first, the others in order of decreasing cost. Each matrix goes to the candidate that
     has the least work so far. Among candidates with equal work, those in the replica that has been assigned the fewest
-    elements are preferred, because a replica relays its results to the others. If several candidates remain, owners
-    alternate between nodes."""
+    elements are preferred, because a replica sends its results to the other replicas. If several candidates remain,
+    owners alternate between nodes."""
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
     place = {rank: at for at, rank in enumerate(ranks)}
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
@@ -165,7 +167,8 @@ def _hand_on(
         loads[owner] += item.cost
         if _may_go(specs[item.param], item, machine):
             alone[owner].append((item.cost, item.key))
-    late = 1.03 * sum(loads.values()) / len(loads)  # ranks with more floating point operations than this are overloaded
+    # number of floating point operations above which a rank counts as overloaded
+    late = 1.03 * sum(loads.values()) / len(loads)
     for node in {rank // machine.per_node for rank in alone if loads[rank] > late}:
         mates = [rank for rank in ranks if rank // machine.per_node == node]
         while True:
@@ -191,8 +194,9 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[_Key, Item]:
     """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all of its matrices itself.
     Owners are chosen in the first replica. In every other replica, the rank that stores the same piece as the chosen
-    rank becomes an owner. Return a dict from each item's key to the item. If the layouts have different sets of
-    replicas, the dict only has the matrices of those layouts that together cause the most work."""
+    rank becomes an owner. Return a dict from each item's key to the item. Layouts can divide the ranks into replicas in
+    different ways. In this case, the dict only has the matrices with one of these divisions, the one whose matrices
+    cause the most work."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost
@@ -288,7 +292,7 @@ def _by_price(
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
         taken = max(bucket.taken for bucket in buckets)
-        # estimate the step time for the buckets in this order and in the reverse order
+        # Estimate the step time for the buckets in the order of `shares` and in the reverse order.
         for step in (1, -1)[: len(shares)]:
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     shortest = min(ns for *_, ns in found)
@@ -353,7 +357,8 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
             one = prices[item.key]
             lines.setdefault((one.replica, one.owner), []).append(item)
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        dealt = Counter[int]()  # for each replica, the number of its owners whose matrices have been assigned so far
+        # for each replica, the number of its owners whose matrices have been assigned to a share so far
+        dealt = Counter[int]()
         for at in sorted(lines, key=lambda at: (-sum(item.cost for item in lines[at]), at)):
             shares[dealt[at[0]] % len(shares)] += lines[at]
             dealt[at[0]] += 1
@@ -387,12 +392,12 @@ def _needed(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Share]:
-    """Split the matrices that one rank orthogonalizes, in the given order, into `num` shares (parts of buckets) of
-    about equal work, with as few empty shares as possible."""
+    """Split the matrices that one rank orthogonalizes into `num` shares (parts of buckets) of about equal work, with as
+    few empty shares as possible. The order of the matrices is kept."""
     parts: list[_Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
     for place, item in enumerate(line):
-        behind = num - share - 1  # `behind`: number of shares that are filled after the current share
+        behind = num - share - 1  # number of shares that are filled after the current share
         if parts[share] and behind and needed[place] <= behind:
             enough = work * (behind + 1) >= left
             if enough or filled + item.numel > most or len(line) - place <= behind:
@@ -486,7 +491,7 @@ class _Timed(NamedTuple):
     """Estimated times (in nanoseconds) and memory use of a bucket.
 
     Attributes:
-        work: Times of the bucket's phases without orthogonalization, on the rank that orthogonalizes the fewest
+        work: Times of all of the bucket's phases except orthogonalization, on the rank that orthogonalizes the fewest
             elements.
         computed: Dict from each owner, a rank that orthogonalizes matrices, to the time of the owner's matrix products
             and of the copies before and after them.
@@ -507,8 +512,8 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
-    # `sent`: number of elements that each rank sends in the gather; `relayed`: number that each rank receives in the
-    # relay
+    # `sent` is the number of elements that each rank sends in the gather, and `relayed` is the number of elements of
+    # results that each rank receives from another replica.
     sent = relayed = 0
     for owner, replica, numel, _, _, (holders, _, replicas, _) in matrices:
         came[owner] += numel - numel // holders
@@ -519,14 +524,15 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.spread for one in matrices)
-    # If every rank owns matrices, each rank keeps its own part of these matrices, and sends only its parts of other
-    # matrices.
+    # If every rank owns (orthogonalizes) matrices, a rank keeps its parts of the matrices that it owns, and sends only
+    # its parts of other matrices.
     if len(kept) >= most.holders * most.replicas:
         sent -= min(sent, min(kept.values()))
     size = itemsize * max(sent, *came.values())
     gather = _exchange_ns(size, most.holders, most.inside, machine) if most.holders > 1 else None
     relay: int | None = None
-    copied = 0  # nanoseconds that it takes to copy results to the relay's send buffer
+    # nanoseconds that it takes to copy results to the send buffer of the relay (the exchange with other replicas)
+    copied = 0
     if most.replicas > 1:
         replicas, near = max(one.spread[2:] for one in matrices)
         size = itemsize * max(relayed, *passed_on.values())
@@ -563,8 +569,8 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
 
 
 def _step_ns(buckets: Sequence[_Timed]) -> int:
-    """Estimate the duration of a step, in nanoseconds, if the buckets are executed in this order (see [Note: the price
-    of buckets])."""
+    """Estimate the duration of a step, in nanoseconds, if the buckets are executed in the given order (see [Note: the
+    price of buckets])."""
     slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
     ranks = [
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]

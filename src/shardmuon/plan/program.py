@@ -51,7 +51,7 @@ class BufferPlace(NamedTuple):
 
 class Copy(NamedTuple):
     """Instruction to copy a block of elements between two buffers, in either direction. All strides are nonzero, so
-    that no two elements of the block share a place."""
+    that no two elements of the block have the same position in a buffer."""
 
     sizes: Ints
     here: BufferPlace
@@ -65,9 +65,9 @@ class Load(NamedTuple):
     Attributes:
         param: Index of the parameter.
         tile: Location of the elements in this rank's storage.
-        place: Place in the buffer; the default stands for a tile without a place. In the buffer of an exchange,
-            fp32 state values take as many elements of the buffer's dtype as contain their bits.
-        number: Index of the state tensor in the parameter's `Spec.kept`; -1: the tile is part of the parameter.
+        place: Place in the buffer; the default stands for a tile without a place. In the buffer of an exchange, an fp32
+            state value occupies as many elements of the buffer's dtype as its bits need.
+        number: Index of the state tensor in the parameter's `Spec.kept`; -1 if the tile is part of the parameter.
     """
 
     param: int
@@ -96,14 +96,15 @@ class Wire(NamedTuple):
     """One exchange, as seen by one rank.
 
     Attributes:
-        sent, came: For each rank of the bucket, the number of elements that are sent to it, and the number received
-            from it.
-        tiles: Tiles of this rank's storage that are sent (gather) or received (scatter, relay).
+        sent, came: For each rank of the bucket, the number of elements that are sent to that rank, and the number
+            received from that rank.
+        tiles: Tiles (parts of matrices) in this rank's storage that are sent in a gather, or received in a scatter or
+            relay.
         copies: Copies between the exchange's buffer (`here`) and the batches (`there`), for matrices that this rank
-            owns.
+            owns (orthogonalizes).
         passed: Copies from the scatter's receive buffer (`here`) to the relay's send buffer (`there`).
-        told, heard: State values of matrices that are sent (`told`) or received (`heard`), with their places in the
-            buffers.
+        told, heard: A variant's state values that this rank sends (`told`) or receives (`heard`), with their places in
+            the buffers.
     """
 
     sent: Ints
@@ -121,9 +122,12 @@ class Program:
 
     Attributes:
         bucket, rank: The bucket, and the rank that executes the program.
-        batches, batch_numel: Batches of the matrices that this rank owns, and the size of their buffer in elements.
-        own: This rank's tiles of matrices that it owns, with their places in the buffer of batches.
-        gather, scatter, relay: The exchanges; `relay` is None if no matrix of the bucket needs one.
+        batches, batch_numel: Batches of the matrices that this rank owns (orthogonalizes), and the size of their buffer
+            in elements.
+        own: Tiles (parts) that this rank stores of the matrices that it owns, with their places in the buffer of
+            batches.
+        gather, scatter, relay: The three exchanges of the bucket; `relay` is None if no matrix of the bucket needs a
+            relay.
     """
 
     bucket: Bucket
@@ -153,14 +157,15 @@ class Program:
                     ways[phase, rank == sender, receiver if rank == sender else sender].append(load)
 
         def in_batches(load: Load) -> BufferPlace:
-            """Return the place, in the buffer of batches, of a tile whose matrix this rank owns."""
+            """Return the place, in the buffer of batches, of a tile (part of a matrix) whose matrix this rank owns
+            (orthogonalizes)."""
             offset, strides = load.tile.in_matrix(plan.specs[load.param].layout.view)
             return BufferPlace(slots[load.param, load.tile.matrix] + offset, strides)
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-            """Make the `Wire` of a phase (scatter or relay) in which results are exchanged. `before` contains the tiles
-            that the previous exchange received, some of which must be forwarded in this exchange. If `kept` is True,
-            state values of matrices are included."""
+            """Make the `Wire` (description of an exchange) for the scatter or the relay, in which results are sent.
+            `before` contains the tiles that the previous exchange received, some of which must be forwarded in this
+            exchange. If `kept` is True, the exchange includes the variant's state values."""
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -196,8 +201,8 @@ def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Batch], dict[tuple[int, int], int], int]:
-    """Assign places in one buffer to the matrices that this rank owns, which are sorted by `_batch_key`. Return the
-    batches, the offset of each matrix, and the buffer's size in elements."""
+    """Assign places in one buffer to the matrices that this rank owns (orthogonalizes), which are sorted by
+    `_batch_key`. Return the batches, the offset of each matrix in the buffer, and the buffer's size in elements."""
     found, slots, end = list[_Batch](), dict[tuple[int, int], int](), 0
     for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
         alike, stride = tuple(group), aligned(rows * cols, itemsize)
@@ -256,8 +261,8 @@ def _packed(
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
-    """List the copies that move tiles, received in one exchange, to their places in the send buffer of the next
-    exchange."""
+    """List the copies that move received tiles from one exchange's receive buffer to the next exchange's send
+    buffer."""
     # The first three fields of a tile (matrix, start and sizes) identify the tile. Its field `held`, the location in
     # storage, differs between replicas.
     places = {(load.param, load.tile[:3]): load.place for load in came}

@@ -19,7 +19,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# number of later buckets that a rank computes before it waits for a bucket's relay, because relays are often slow
+# Number of later buckets that a rank computes before it waits for a bucket's relay, the exchange that forwards results
+# to other replicas. Relays are often slow.
 _BESIDE = 4
 
 _Turn = Literal["begin", "compute", "apply", "finish"]
@@ -32,7 +33,7 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
     run.
 
     While bucket i is orthogonalized, bucket i + 1 is gathered, bucket i - 1 is scattered, and earlier buckets are
-    relayed.
+    relayed (forwarded to other replicas).
 
     This order cannot cause a deadlock. Number the exchanges of all buckets in the order of the plan, which is the same
     on all ranks: for bucket b, the gather has the number b, the scatter b + 1/4, and the relay b + 1/2. Before a rank
