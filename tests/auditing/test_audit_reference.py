@@ -39,7 +39,8 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """Return the orthogonalization of a matrix that is first divided by `longer` times its norm."""
+    """Return the reference's orthogonalization of its matrix, computed as if the matrix were first divided by `longer`
+    times its norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 

@@ -55,8 +55,8 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Return the reference for every layout. For each norm order, the reference consists of the gradients in a single
-    process, their norm, and the clipped gradients."""
+    """Return the single-process results with which every layout is compared: for each norm order, the full gradients,
+    their norm, and the clipped gradients."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -241,8 +241,9 @@ class Data:
         return Muon([{"params": [("first", self.all_of if first is None else first)]}, others], lr=1e-3, **options)
 
     def chain(self) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters on the process groups (0, 1), (1, 2) and (2, 3). Ranks 1 and 2 are in two groups each, so
-        they can detect that no group contains all ranks."""
+        """Return this rank's parameters among three that are sharded over the ranks (0, 1), (1, 2) and (2, 3),
+        respectively. Ranks 1 and 2 are in two process groups each, so they can detect that no group contains all
+        ranks."""
         pairs = [(at, dist.new_group([at, at + 1])) for at in range(3)]
         meshes = [(at, DeviceMesh.from_group(g, "cpu")) for at, g in pairs if self.rank in (at, at + 1)]
         return [(f"pair {at}", _sharded(self.columns[at], mesh, Shard(0))) for at, mesh in meshes]
@@ -490,6 +491,6 @@ def test_a_call_computes_in_lists_however_many_gradients_there_are(world3: RankP
     for few, many in zip(world3.run(_events, 10), world3.run(_events, 30), strict=True):
         for name in ("aten::_foreach_norm", "aten::stack", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        # Each call of `_local_scalar_dense` makes the host wait for the device, so the number of calls must not grow
+        # Each call of `_local_scalar_dense` makes the CPU wait for the device, so the number of calls must not grow
         # with the number of gradients.
         assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)

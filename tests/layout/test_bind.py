@@ -128,8 +128,9 @@ def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """In each of 200 random cases, shuffled ranks form up to three grids of process groups. Every rank must reconstruct
-    its whole grid, although each rank reports only the two groups that it belongs to."""
+    """In each of 200 random cases, shuffled ranks form up to three grids. Each row of a grid is a tensor-parallel
+    group, and each column is a group of replicas. The grids must be reconstructed from reports in which each rank lists
+    only its own row and column."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}

@@ -1,5 +1,5 @@
-"""Tests of how the pieces of a tensor that ranks store are split into tiles, each of which belongs to one matrix.
-Random tensors are partitioned at random and viewed as matrices in all supported ways."""
+"""Tests of how each rank's pieces of a tensor are split into tiles, so that each tile belongs to one matrix. Random
+tensors are partitioned at random and viewed as matrices in all supported ways."""
 
 from __future__ import annotations
 
