@@ -214,9 +214,9 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 INEXACT = tuple(name for name, fault in FAULTS.items() if not fault.exact)
 BY_TORCH = ("Hyperball: other rule", *[name for name in INEXACT if not name.startswith("orthogon")][1::8])
 OF_STAGES = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
-# Every fault in planted.py is tested once with the default matmul dtype and once more in fp16 or with large matrices.
-# Some faults are also tested with torch's own orthogonalizer or in a first step. benchmarks/audit_sharpness.py tests
-# all combinations.
+# Every fault in planted.py is tested with the default matmul dtype. Faults that are not marked `exact` are tested once
+# more, in fp16 or with large matrices. Some faults are also tested with torch's own orthogonalizer or in a first step.
+# benchmarks/audit_sharpness.py tests all combinations.
 PLANTED = [
     *(_row({}, None, False, (name,), numeric=not fault.exact) for name, fault in FAULTS.items()),
     *(
@@ -261,8 +261,8 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 
 def stacked() -> AuditReport:
     """Audit the second step on a stack of experts whose rows are sharded over two ranks. On both ranks, patch the
-    function that assigns the parts of a rank's shard to experts, so that it confuses the first two experts in the
-    second rank's shard."""
+    function that assigns the parts of a rank's shard to experts, so that it swaps the first two experts in the second
+    rank's shard."""
     original = pieces._tiles_of
 
     def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
@@ -343,8 +343,8 @@ def scheduled(name: str) -> list[str]:
 def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_later_steps_go_on(
     world2: RankPool, name: str, seventh: str
 ) -> None:
-    """A fault that the user may have intended causes only a warning, and any other fault raises an error. All ranks
-    must react in the same way, and training must be able to continue in both cases."""
+    """If an audit finds a fault that the user may have intended, it only warns. For any other fault, it raises an
+    error. All ranks must react in the same way, and training must be able to continue in both cases."""
     expected = [seventh if step == 7 else f"{step} passed []" for step in range(1, 11)]
     assert world2.run(scheduled, name) == [expected, expected]
 
@@ -407,9 +407,9 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 
 def widened_unnoticed() -> AuditReport | None:
-    """Take a step on ranks 0 and 1, which share a matrix, and audit their next step. In between, the option
-    `process_group` changes from these two ranks to all four. A patch hides the change from the optimizer, so that the
-    optimizer keeps its old plan."""
+    """Take a step on ranks 0 and 1, which share a matrix. Then change the option `process_group` from these two ranks
+    to all four, and audit the next step. A patch hides the changed option from the optimizer, so that the optimizer
+    keeps its old plan."""
     pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
     weight = nn.Parameter(torch.eye(6, 4))
     optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)

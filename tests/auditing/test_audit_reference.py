@@ -109,7 +109,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
     """The parts of a matrix that ranks send must together contain every element exactly once and in the right place.
-    The test computes the parts without the tiles that a step uses."""
+    The test computes the expected parts without the layout's tiles (the strided blocks into which a step splits each
+    shard)."""
     for layout, options in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)

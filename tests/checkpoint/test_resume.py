@@ -57,8 +57,8 @@ KEEPING = [name for name in LATER if keeping(VARIANTS[name])]
 
 
 class Kind(NamedTuple):
-    """A job configuration: the dtype of the weights, the storage options of the momentum, and the variants of the
-    parameter groups."""
+    """A job configuration: the dtype of the weights, the options for storing momentum (such as its dtype), and the
+    variants of the parameter groups."""
 
     dtype: torch.dtype = torch.float32
     storage: Mapping[str, Any] = MappingProxyType({})

@@ -81,7 +81,8 @@ def drawn_family(chance: random.Random) -> Family:
 
 
 def doubled(num: int) -> list[int]:
-    """Run the reduction schedule of a vote with one thread per rank, and return the sum that each rank obtains."""
+    """Add up one number per rank with the reduction schedule of a vote, using one thread per rank. Return the sum that
+    each rank obtains."""
     boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)
 
     def member(me: int) -> int:

@@ -1,6 +1,6 @@
 """Tests with the real DeepSpeed ZeRO package on CPUs: updates of matrices that the flat partitions split at arbitrary
-elements, errors for unsupported cases, checkpoints, audits, and faults on one rank. The dense reference is in
-deepspeed_job.py."""
+elements, errors for unsupported cases, checkpoints, audits, and faults on one rank. Results are compared with those of
+a dense reference in one process (see deepspeed_job.py)."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def _replaced(net: Any) -> None:
 
 
 def _first_step(case: Case, change: Callable[[Any], object] | None, options: dict[str, Any]) -> str:
-    """Return the error raised by DeepSpeed's initialization or by the first step, or "" if both succeed. A step that
-    raises must leave all weights unchanged."""
+    """Return the message of the error raised by DeepSpeed's initialization or by the first step, or "" if both succeed.
+    A step that raises must leave all weights unchanged."""
     try:
         with started(case, change=change, **options) as job:
             before, ran = job.weights(), job.optimizer.traffic.orthogonalized
@@ -351,8 +351,8 @@ def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsew
 
 
 def _unlike_model(stage: int, written: bool) -> None:
-    """Make the model's weights differ from the fp32 master weights. If `written` is True, a weight of the model is
-    changed on rank 1 only. Otherwise, the master weights are changed. Steps must then raise an error until the user
+    """Make a weight of the model differ from its fp32 master weight. If `written` is True, the model's weight is
+    changed, on rank 1 only. Otherwise, the master weight is changed. Steps must then raise an error until the user
     follows the advice in the error message."""
     with started(Case(stage)) as job:
         import deepspeed
@@ -414,8 +414,8 @@ def _without_a_group(job: Job, saved: Any) -> None:
 
 
 def _in_loading(job: Job, folder: str) -> str:
-    """Load a checkpoint in which rank 1's file lacks a parameter group, and return the error. Afterwards, put the
-    complete file back."""
+    """Load a checkpoint in which rank 1's file lacks a parameter group, put the complete file back, and return the
+    error message."""
     path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
     whole = path.read_bytes()
     if dist.get_rank() == 1:

@@ -68,8 +68,8 @@ def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
     """Local shards whose shapes contradict the placements must raise an error. One of the cases shards 13 rows over a 3
-    x 2 mesh as torch's own distribute_tensor does, which applies the mesh axes from left to right and ignores the split
-    factor of strided shards."""
+    x 2 mesh in the order of torch's distribute_tensor, which applies the mesh axes from left to right and ignores the
+    split factor of strided shards."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]
     left_to_right = [(len(shares[dp][tp]), 3) for dp in range(3) for tp in range(2)]

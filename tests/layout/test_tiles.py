@@ -18,8 +18,8 @@ from shardmuon.layout.views import matrix_view
 
 
 def storage_of(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
-    """Return a tensor that stores `piece`, a part of the tensor `whole`, after a gap and with its dims in memory order
-    `order`. Also return the position of the piece in this storage."""
+    """Return a tensor that stores `piece`, a part of the tensor `whole`, at offset `gap` in each dim and with its dims
+    in memory order `order`. Also return the piece with its offset in this tensor."""
     held = Held(piece, (gap,) * (1 if isinstance(piece, FlatRange) else whole.dim()))
     storage = stored([held], whole)
     if isinstance(piece, FlatRange):

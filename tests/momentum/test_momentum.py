@@ -120,8 +120,8 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
     x = draw()
     counts = torch.histc(x, 64, -0.5, 0.5)
     expected = rows * cols / 64
-    # The statistic follows a chi-squared distribution with 63 degrees of freedom, so the limit is the mean of this
-    # distribution plus 4 standard deviations.
+    # The sum over the 64 histogram bins follows a chi-squared distribution with 63 degrees of freedom. The limit is the
+    # mean of this distribution plus 4 standard deviations.
     assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 4 * math.sqrt(2 * 63)
     others = [draw(step=2), draw(name="v"), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
     assert max(abs(float((x * other).mean()) * 12) for other in others) < 4 / math.sqrt(rows * cols)
