@@ -129,8 +129,8 @@ def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
     """In each of 200 random cases, shuffled ranks form up to three grids. Each row of a grid is a tensor-parallel
-    group, and each column is a group of replicas. The grids must be reconstructed from reports in which each rank lists
-    only its own row and column."""
+    group, and each column is a data-parallel group. The grids must be reconstructed from reports in which each rank
+    lists only its own row and column."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}
