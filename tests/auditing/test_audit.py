@@ -63,7 +63,7 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
     the next step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
-        # Hyperball warns about zero weights on ranks that store no element of a matrix.
+        # Ignore Hyperball's warning about zero weights, which it gives on ranks that store no element of a matrix.
         warnings.filterwarnings("ignore", ".*zero before the first step")
         found = Comparison.with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
     assert found.bitwise and isinstance(found.about, AuditReport)
@@ -71,7 +71,8 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
 
 
 def _row(*values: Any, numeric: bool) -> Any:
-    """Return the test case, marked `numeric` if its result could depend on the default matmul dtype."""
+    """Return a pytest parameter set of `values`, marked `numeric` if the test's result could depend on the default
+    matmul dtype."""
     return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
 
 
@@ -132,12 +133,12 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# Among many random correct steps, these steps had the largest rounding errors. In some of them, rounding changes one
-# direction (a pair of singular vectors) of the update completely. The causes are a maximum of the polynomial (bf16,
-# fp16 standard), noise in a null direction (fp16 Gram form), and a first iteration that nearly cancels the largest
-# singular value (seed 1000729). In other steps, post-processing precedes the cast to fp16 for the exchange, or the
-# matrix is all ones, so that MuonEq rounds all elements alike. In the step with seed 8500193, torch's own addition
-# updates bf16 weights.
+# Among many random correct steps, the steps in MOVED_MOST had the largest rounding errors. In some of them, rounding
+# completely changes one direction (a pair of singular vectors) of the update. The causes are a maximum of the
+# polynomial (bf16, fp16 standard), noise in a null direction (fp16 Gram form), and a first iteration that nearly
+# cancels the largest singular value (seed 1000729). In other steps, post-processing precedes the cast to fp16 for the
+# exchange, or the matrix is all ones, so that MuonEq rounds all elements alike. In the step with seed 8500193, torch's
+# own addition updates bf16 weights.
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),
@@ -213,9 +214,9 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 INEXACT = tuple(name for name, fault in FAULTS.items() if not fault.exact)
 BY_TORCH = ("Hyperball: other rule", *[name for name in INEXACT if not name.startswith("orthogon")][1::8])
 OF_STAGES = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
-# Every fault in planted.py is tested once with the default matmul dtype and once more in fp16 or with large matrices.
-# Some faults are also tested with torch's own orthogonalizer or in a first step. benchmarks/audit_sharpness.py tests
-# all combinations.
+# Every fault in planted.py is tested with the default matmul dtype. Faults that are not marked `exact` are tested once
+# more, in fp16 or with large matrices. Some faults are also tested with torch's own orthogonalizer or in a first step.
+# benchmarks/audit_sharpness.py tests all combinations.
 PLANTED = [
     *(_row({}, None, False, (name,), numeric=not fault.exact) for name, fault in FAULTS.items()),
     *(
@@ -236,8 +237,8 @@ PLANTED = [
 def test_a_planted_fault_is_caught_and_named(
     world2: RankPool, options: dict[str, Any], rows: int | None, first: bool, names: tuple[str, ...]
 ) -> None:
-    """The audit must report the findings that the test case lists for the planted fault. With `first`, the fault is
-    planted in the first step, before any optimizer state exists."""
+    """The audit must report the findings that the test case lists for the planted fault. If `first` is True, the fault
+    is planted in the first step, before any optimizer state exists."""
     found = world2.run(caught_all, rows, options, names, first=first)
     for name in names:
         check_caught(name, [of_rank[name] for of_rank in found])
@@ -259,8 +260,9 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 
 
 def stacked() -> AuditReport:
-    """Audit the second step on a stack of experts whose rows are sharded over two ranks. On both ranks, a patch swaps
-    the first two experts in the tiles of the second rank, which stores the lower half of the rows."""
+    """Audit the second step on a stack of experts whose rows are sharded over two ranks. On both ranks, patch the
+    function that assigns the parts of a rank's shard to experts, so that it swaps the first two experts in the second
+    rank's shard."""
     original = pieces._tiles_of
 
     def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
@@ -312,8 +314,8 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
 
 
 def scheduled(name: str) -> list[str]:
-    """Run ten steps, of which every third is audited. The fault is planted in the unaudited step 5 and in the audited
-    step 7."""
+    """Run ten steps, of which every third is audited. Plant the fault `name` in the unaudited step 5 and in the audited
+    step 7. Return a line per step that says whether the step passed or raised an error."""
     fault = FAULTS[name]
     job = Job("fsdp2", fault.dtype, audit_every=3, **fault.options)
     log = []
@@ -341,8 +343,8 @@ def scheduled(name: str) -> list[str]:
 def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_later_steps_go_on(
     world2: RankPool, name: str, seventh: str
 ) -> None:
-    """A fault that the user may have intended causes only a warning, and any other fault raises an error. All ranks
-    must react in the same way, and training must be able to continue in both cases."""
+    """If an audit finds a fault that the user may have intended, it only warns. For any other fault, it raises an
+    error. All ranks must react in the same way, and training must be able to continue in both cases."""
     expected = [seventh if step == 7 else f"{step} passed []" for step in range(1, 11)]
     assert world2.run(scheduled, name) == [expected, expected]
 
@@ -368,8 +370,8 @@ def test_a_rank_that_shares_nothing_need_not_be_asked(world2: RankPool) -> None:
 
 
 def shared_by(pairs: list[tuple[int, int]], drifts: bool) -> AuditReport:
-    """Audit a step in which each pair of ranks in `pairs` shares one matrix. With `drifts`, rank 3 changes its copy of
-    the last matrix."""
+    """Audit a step in which each pair of ranks in `pairs` shares one matrix. If `drifts` is True, rank 3 changes its
+    copy of the last matrix."""
     full = {at: torch.randn(8, 6 + at, generator=torch.Generator().manual_seed(at)) for at in range(len(pairs))}
     params = {at: nn.Parameter(full[at].clone()) for at, pair in enumerate(pairs) if dist.get_rank() in pair}
     optimizer = Muon([{"params": [(f"of {at}", p)], "process_group": pairs[at]} for at, p in params.items()], lr=0.02)
@@ -405,9 +407,9 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 
 def widened_unnoticed() -> AuditReport | None:
-    """Take a step on ranks 0 and 1, which share a matrix, and audit their next step. In between, the option
-    `process_group` changes from these two ranks to all four. A patch hides the change from the optimizer, so that the
-    optimizer keeps its old plan."""
+    """Take a step on ranks 0 and 1, which share a matrix. Then change the option `process_group` from these two ranks
+    to all four, and audit the next step. A patch hides the changed option from the optimizer, so that the optimizer
+    keeps its old plan."""
     pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
     weight = nn.Parameter(torch.eye(6, 4))
     optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)

@@ -39,7 +39,8 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """Return the orthogonalization of a matrix that is first divided by `longer` times its norm."""
+    """Return the reference's orthogonalization of its matrix, computed as if the matrix were first divided by `longer`
+    times its norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 
@@ -108,7 +109,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
     """The parts of a matrix that ranks send must together contain every element exactly once and in the right place.
-    The test computes the parts without the tiles that a step uses."""
+    The test computes the expected parts without the layout's tiles (the strided blocks into which a step splits each
+    shard)."""
     for layout, options in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)

@@ -57,8 +57,8 @@ KEEPING = [name for name in LATER if keeping(VARIANTS[name])]
 
 
 class Kind(NamedTuple):
-    """A job configuration: the dtype of the weights, the storage options of the momentum, and the variants of the
-    parameter groups."""
+    """A job configuration: the dtype of the weights, the options for storing momentum (such as its dtype), and the
+    variants of the parameter groups."""
 
     dtype: torch.dtype = torch.float32
     storage: Mapping[str, Any] = MappingProxyType({})
@@ -131,12 +131,12 @@ class Job:
         return {key: {name: local(t).clone() for name, t in of_key.items()} for key, of_key in out.items()}
 
     def differences(self, expected: Mapping[str, Tensors]) -> list[str]:
-        """Return the names of local weights and state that are not bitwise equal to the full tensors of a
-        single-process run."""
+        """Return the names of this rank's weights and state that are not bitwise equal to the corresponding parts of
+        the full tensors of a single-process run."""
         found, row = list[str](), LAYOUTS[self.layout]
         for key, full in expected.items():
-            # `build` needs a tensor for every parameter of the layout, and the tensor's dtype must support gradients.
-            # Missing state is therefore replaced by zeros, and integers are converted to fp32.
+            # `build`, which shards full tensors, needs a tensor for every parameter, and the tensor's dtype must
+            # support gradients. Missing state is therefore replaced by zeros, and all state is converted to fp32.
             whole = {n: full.get(n, torch.zeros(s)).float() for n, s in SHAPES.items()}
             cut = full if key in ("step", *KEPT_KEYS) else row.build(whole, row.mesh(self.world))
             for name, of_one in full.items():
@@ -209,8 +209,8 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
         wrong = {"lr": 9.0, "momentum": 0.1, "betas": (0.1, 0.2), "adjust_lr_fn": "spectral", "nesterov": False}
         group.update({key: value for key, value in wrong.items() if key in group})
     if form == "flat" or kind == "variants":
-        # The job first takes steps on different data, which create a plan, momentum and step counts. Loading the
-        # checkpoint must replace all of these.
+        # Before it loads the checkpoint, the job takes steps on different data, which create a plan, momentum and step
+        # counts. Loading must replace all of these.
         job.run(range(50, 52))
     if form == "ours":
         checkpoint.load(path, job.model, job.optimizer)
@@ -227,9 +227,9 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
     return job.differences(expected)
 
 
-# Each source and target is a pair of a layout and a number of ranks. A checkpoint stores pieces of tensors, but not the
-# layout from which it was saved. It is therefore enough to load each source on a single process and on one other
-# layout.
+# Each test saves a checkpoint with a source and loads it with a target. Both are pairs of a layout and a number of
+# ranks. A checkpoint stores pieces of tensors, but not the layout from which it was saved. It is therefore enough to
+# load the checkpoint of each source on a single process and on one other layout.
 ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
 GRID, EXPERTS, DIMS = ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)
 COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2), ("tp x dp", 4)

@@ -133,8 +133,8 @@ def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torc
 
 
 def test_numbers_that_require_grad_are_numbers() -> None:
-    """torch warns when a tensor that requires grad is converted to a number, and the test suite turns warnings into
-    errors, so there must be no such conversion."""
+    """Options such as lr may be tensors that require grad. torch warns when such a tensor is converted to a number
+    without being detached first, and the test suite turns this warning into an error."""
     (old, params), (new, others) = pair(), pair()
     for group in old.param_groups:
         group.update(lr=torch.tensor(0.05, requires_grad=True), weight_decay=torch.tensor(0.5, requires_grad=True))
@@ -153,9 +153,9 @@ class File:
     options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
     tied: bool = False  # True if both layers share one weight
     frozen: bool = False
-    empty_at: int | None = None  # index at which the optimizer gets a parameter group without parameters
-    # None if torch can create the optimizer's state before loading. Otherwise, this is the reason why torch cannot: an
-    # empty string if gradients exist, or the text of the error that interrupted an earlier step.
+    empty_at: int | None = None  # index at which an empty parameter group is inserted into the optimizer
+    # `busy` is None if torch can create the optimizer's state before loading. Otherwise, `busy` is the reason why torch
+    # cannot: an empty string if gradients exist, or the text of the error that interrupted an earlier step.
     busy: str | None = None
 
 

@@ -1,5 +1,5 @@
-"""Tests of the process groups that the optimizer creates: their ranks, their timeouts, and their recovery after they
-are destroyed and created again."""
+"""Tests of the process groups that the optimizer creates: their ranks, their timeouts, and the optimizer's behavior
+after process groups are destroyed and created again."""
 
 from __future__ import annotations
 

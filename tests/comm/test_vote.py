@@ -1,5 +1,6 @@
-"""Tests of the vote before a step, both simulated and on real ranks. Ranks that share parameters, directly or through
-other ranks, form a connected component, and all ranks of a component must get the same result."""
+"""Tests of the vote by which ranks agree on a step before it starts, both simulated and on real ranks. Ranks that share
+parameters, directly or through other ranks, form a connected component, and all ranks of a component must get the same
+result."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def component(family: Family, rank: int) -> Ranks:
-    """Return the ranks that the rank sets in `family` connect to `rank`, directly or through other ranks, including
-    `rank`."""
+    """Return `rank` and all ranks that are connected to it, directly or through other ranks. Two ranks are connected if
+    one of the rank sets in `family` contains both."""
     found = {rank}
     while True:
         more = found.union(*(set(ranks) for ranks in family if found & set(ranks)))
@@ -80,7 +81,8 @@ def drawn_family(chance: random.Random) -> Family:
 
 
 def doubled(num: int) -> list[int]:
-    """Run the reduction schedule of a vote with one thread per rank, and return the sum that each rank obtains."""
+    """Add up one number per rank with the reduction schedule of a vote, using one thread per rank. Return the sum that
+    each rank obtains."""
     boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)
 
     def member(me: int) -> int:
@@ -176,7 +178,8 @@ ALL = (0, 1, 2)
 
 def _most_bits() -> bool:
     """Vote with the largest allowed number of presence bits, each of which states that a gradient exists, and with
-    digests that differ between ranks. Then check that shards that need more bits than allowed raise an error."""
+    digests that differ between ranks. Then check that an optimizer whose shards need more bits than allowed raises an
+    error."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)

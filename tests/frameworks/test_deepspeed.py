@@ -1,6 +1,6 @@
 """Tests with the real DeepSpeed ZeRO package on CPUs: updates of matrices that the flat partitions split at arbitrary
-elements, errors for unsupported cases, checkpoints, audits, and faults on one rank. The dense reference is in
-deepspeed_job.py."""
+elements, errors for unsupported cases, checkpoints, audits, and faults on one rank. Results are compared with those of
+a dense reference in one process (see deepspeed_job.py)."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def _stepped(case: Case) -> float:
 
 
 def _check_straddling(job: Job) -> None:
-    """Check that both ranks store elements of the matrix "b", and that both ranks have the same plans, in which every
-    matrix is listed. DeepSpeed's function for reading optimizer state must return the same momentum as the dense
+    """Check that both ranks store elements of the matrix "b", and that the plans of both ranks are equal and list every
+    matrix. Also check that DeepSpeed's function for reading optimizer state returns the same momentum as the dense
     reference."""
     ranks: list[Any] = [None] * 2
     held = {n for known in job.host._flats.values() for n, part, _ in known.parts if part.numel}
@@ -122,8 +122,8 @@ def _check_straddling(job: Job) -> None:
 def test_flat_partitions_get_the_dense_update_at_every_setting(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case
 ) -> None:
-    """The ranks together must orthogonalize each matrix exactly once per step. With ZeRO stage 0, ranks do not share
-    the work, so each rank must orthogonalize every matrix."""
+    """With ZeRO stages 1 to 3, the ranks together must orthogonalize each matrix exactly once per step. With ZeRO stage
+    0, ranks do not share the work, so each rank must orthogonalize every matrix."""
     assert sum(deepspeed_pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)
 
 
@@ -145,8 +145,8 @@ def _replaced(net: Any) -> None:
 
 
 def _first_step(case: Case, change: Callable[[Any], object] | None, options: dict[str, Any]) -> str:
-    """Return the error raised by DeepSpeed's initialization or by the first step, or "" if both succeed. A step that
-    raises must leave all weights unchanged."""
+    """Return the message of the error raised by DeepSpeed's initialization or by the first step, or "" if both succeed.
+    A step that raises must leave all weights unchanged."""
     try:
         with started(case, change=change, **options) as job:
             before, ran = job.weights(), job.optimizer.traffic.orthogonalized
@@ -259,7 +259,8 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
     bitwise, and each group must keep its own options and step counts."""
     with started(replace(case, config={"checkpoint": {"load_universal": True}}), variant=variant) as job:
         if variant:
-            # This extra step creates optimizer state for a variant. Loading the checkpoint must discard this state.
+            # This extra step creates the variant's optimizer state (such as NorMuon's second moment), which loading the
+            # checkpoint must replace.
             job.step(5)
         job.engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
         job.step_dense(7)
@@ -278,9 +279,9 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
         assert len({t.untyped_storage().data_ptr() for t in kept}) == len(kept), "flats share state"
 
 
-# On loading, DeepSpeed matches parameter groups by their order, and with ZeRO stage 3, it gives the first group's
-# options to all groups. TURNED lists the groups of JOINED in another order, beginning with an AdamW group, to check
-# that each group still gets its own options.
+# When DeepSpeed loads a checkpoint, it matches the saved parameter groups to the optimizer's groups by position, and
+# with ZeRO stage 3, it gives the first group's options to all groups. TURNED lists the groups of JOINED in another
+# order, with an AdamW group first, to check that each group nevertheless gets its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 
@@ -350,8 +351,8 @@ def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsew
 
 
 def _unlike_model(stage: int, written: bool) -> None:
-    """Make the model's weights differ from the fp32 master weights. If `written` is True, a weight of the model is
-    changed on rank 1 only. Otherwise, the master weights are changed. Steps must then raise an error until the user
+    """Make a weight of the model differ from its fp32 master weight. If `written` is True, the model's weight is
+    changed, on rank 1 only. Otherwise, the master weight is changed. Steps must then raise an error until the user
     follows the advice in the error message."""
     with started(Case(stage)) as job:
         import deepspeed
@@ -413,8 +414,8 @@ def _without_a_group(job: Job, saved: Any) -> None:
 
 
 def _in_loading(job: Job, folder: str) -> str:
-    """Load a checkpoint in which rank 1's file lacks a parameter group, and return the error. Afterwards, put the
-    complete file back."""
+    """Load a checkpoint in which rank 1's file lacks a parameter group, put the complete file back, and return the
+    error message."""
     path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
     whole = path.read_bytes()
     if dist.get_rank() == 1:
@@ -450,7 +451,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
     [
         (3, {}, partial(_in_a_step, _out_of_memory), "ExchangeError: .*out of memory"),
         # When AdamW raises on rank 1, rank 0 has already started to update the next parameter group, which Muon
-        # optimizes. Rank 0 must raise as well, because rank 1 does not answer.
+        # optimizes. Rank 0 must raise as well, because rank 1 does not take part in this update.
         (
             1,
             {},
@@ -515,7 +516,8 @@ OF_ONE_RANK = [
 
 def _faults_on_one_rank(stage: int) -> None:
     """On rank 1, plant invalid options, then momentum of the wrong shape, then an exception in each function that runs
-    before the first collective. For each of these faults, all ranks must raise an error before anything changes."""
+    before the first collective of a step. For each of these faults, all ranks must raise an error before the step
+    changes anything."""
     with started(Case(stage)) as job:
         job.step(0)
         for words, plant in OF_ONE_RANK:

@@ -1,6 +1,6 @@
 """Tests of NVMe offloading with ZeRO stage 3, using real swap files and the real DeepSpeed package.
 
-The tests that swap need DeepSpeed's async_io extension, which `make nvme` compiles within minutes. The other tests
+The tests that swap need DeepSpeed's async_io extension, which `make nvme` compiles in a few minutes. The other tests
 check that unsupported settings raise errors, and run everywhere.
 """
 
@@ -64,8 +64,8 @@ def nvme(
     groups: Groups = GROUPS,
     **options: Any,
 ) -> Case:
-    """Return a case with ZeRO stage 3 and swap files in `folder`. `offload` and `zero` add settings to DeepSpeed's
-    `offload_optimizer` and `zero_optimization` sections."""
+    """Return the configuration of a DeepSpeed job with ZeRO stage 3 and swap files in `folder`. `offload` and `zero`
+    add settings to DeepSpeed's `offload_optimizer` and `zero_optimization` sections."""
     device = {"device": "nvme", "nvme_path": str(folder), **(offload or {})}
     settings = {"offload_optimizer": device, "sub_group_size": 600_000, **(zero or {})}
     return Case(3, zero=settings, shapes=shapes, groups=groups, **options)
@@ -152,8 +152,8 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def _loaded_by_deepspeed(case: Case, folder: str) -> None:
-    """Check that a step raises an error after DeepSpeed's own `load_checkpoint`, and that a new job in the same swap
-    folder can train and save."""
+    """Check that a step raises an error after a checkpoint is loaded with DeepSpeed's own `load_checkpoint` instead of
+    shardmuon's, and that a new job in the same swap folder can train and save."""
     with started(case) as job:
         job.engine.load_checkpoint(folder, tag="here")
         before = job.masters()

@@ -42,7 +42,8 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
     """Check one step in a two-stage pipeline against the dense update. Return the index of this rank's pipeline stage,
-    the number of matrices in the stage, the number of matrices orthogonalized on this rank, and the losses."""
+    the number of matrices in the stage, the number of matrices orthogonalized on this rank, and the losses of four
+    training batches."""
     with quiet() as deepspeed:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(*sizes), nn.ReLU()) for sizes in SIZES]
@@ -109,7 +110,8 @@ def _autotp() -> Iterator[None]:
 
 
 def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
-    """Check that one step makes each shard bitwise identical to the dense update from the same gradient.
+    """Take a step on AutoTP's shards, gather the shards, and check that each full weight is bitwise identical to the
+    dense update from the same gradient.
 
     Args:
         given: Which of "tp_group" (an option of Muon) and "partition_dim" (an attribute of weights) the user sets.

@@ -1,5 +1,5 @@
 """Tests of the demo `examples/train.py`. Training runs must give the same result on every layout, and the demo's
-bitwise check against a single process must find wrong steps. Evaluation on held-out files and the command line are
+bitwise check against a single process must detect wrong steps. Evaluation on held-out files and the command line are
 tested as well."""
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
     expected, alone = in_one_process()
     for batch, run in RankPool.cached(ranks).run(batch_and_run, layout):
         assert batch.keys() == expected.keys()
-        # Raw gradients are compared because Muon's update would hide a wrong scale.
+        # The test compares raw gradients, because Muon's update does not depend on their scale and would hide a wrong
+        # one.
         for name, whole in expected.items():
             assert_near(batch[name], whole, GRADIENTS, name)
         assert run["proof"] == alone["proof"] == {

@@ -22,7 +22,8 @@ from shardmuon.foresight.models import build
 from shardmuon.testing.frameworks import ZeroRun
 from shardmuon.testing.pool import RankPool
 
-ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # The sizes in ODD require padding of the flat buffer on any number of ranks.
+# The model ODD has layer sizes that require padding of the flat buffer on any number of ranks.
+ODD = decoder(97, 50, 2, 5, 1, 10, 81)
 CONFIGS = {"dense": DENSE, "odd": ODD}
 STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32}
 OPTIONS: dict[str, Any] = {**STANDARD, "bucket_bytes": 20_000}

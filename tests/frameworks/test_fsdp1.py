@@ -219,8 +219,8 @@ def test_state_in_every_form_resumes(world2: RankPool, form: str, options: dict[
 
 
 def _net(kind: str) -> nn.Module:
-    """Return a small model whose row counts are divisible by 2 and 4, because torch itself cannot load other sizes into
-    FSDP1. The norm layer's weight is stored on the first rank and the last bias on the last rank."""
+    """Return a small model whose row counts are divisible by 2 and 4, because torch cannot load state dicts with other
+    row counts into FSDP1. The norm layer's weight is stored on the first rank and the last bias on the last rank."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     if kind == "fsdp1":
@@ -397,8 +397,8 @@ def _flat(case: str) -> None:
 
 
 def _put_in_later(use_muon: bool) -> None:
-    """On rank 1, replace a parameter of an existing group with a flat parameter, as frameworks that swap parameters
-    do."""
+    """On rank 1, replace a parameter in one of the optimizer's parameter groups with an FSDP1 flat parameter, as
+    frameworks that swap parameters do."""
     (_net, optimizer), flat = job(), wrapped(tied(), use_orig_params=False)
     if dist.get_rank() == 1:
         group = next(g for g in optimizer.param_groups if g["use_muon"] == use_muon)
@@ -422,8 +422,8 @@ def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     assert_refused(world2, says, call, case)
 
 
-# By default, an exception is raised in every 9th function that a step runs before its first collective. With
-# PLANT_STRIDE=1, an exception is raised in every function, which takes a minute.
+# By default, the test raises an exception in every 9th function that a step runs before its first collective. With
+# PLANT_STRIDE=1, the test covers every such function, which takes a minute.
 STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))
 
 

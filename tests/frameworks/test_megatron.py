@@ -84,8 +84,8 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return, for each sharding feature (such as shards that end inside a row), whether the job has it, according to
-    the shards that Megatron reports."""
+    """Return a dict that says for each sharding feature (such as shards that end inside a row) whether the job has it,
+    judging by the shards that Megatron reports."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -102,13 +102,14 @@ STRIDES = {"self_attention.linear_proj": 1, "self_attention.linear_qkv": 1, "mlp
 STRADDLES = {"straddles", "cuts rows", "leaves out"}
 # In each of 3 steps, the job orthogonalizes the matrices q, k, v, proj, fc1 and fc2 once, not once per replica.
 DENSE = [3 * 6]
-# The model's attention has four matrices. Each of its six experts has two matrices, fc1 and fc2.
+# In each of 3 steps, a job with experts orthogonalizes the four attention matrices with one optimizer, and the matrices
+# fc1 and fc2 of each of six experts with another.
 BOTH = [3 * 4, 3 * 2 * 6]
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
     # Each case gives the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the
     # DDP options. It also gives the expected number of orthogonalizations per optimizer, the expected sharding
-    # features, and the rank sets in the first rank's plans.
+    # features, and the sets of ranks that share work according to the first rank's plans.
     (2, {}, torch.float32, False, {}, DENSE, set(), None),
     (2, {}, torch.bfloat16, False, {}, DENSE, set(), None),
     (3, {}, torch.float32, True, {}, DENSE, STRADDLES, None),
@@ -285,7 +286,7 @@ def _refusals() -> None:
             with pytest.raises(ValueError, match=words):
                 get_megatron_optimizer(config, [chunk], **options)
         for p in model.parameters():
-            # Megatron sets tensor_model_parallel=True even if the tensor-parallel size is 1. Muon would then ask for a
+            # Megatron sets tensor_model_parallel=True even if the tensor-parallel size is 1. Muon would then require a
             # `tp_group`, so reset the attribute.
             p.tensor_model_parallel = False
         bare = Muon(param_groups(model, lr=1e-3), lr=1e-3)
@@ -317,8 +318,8 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Pretend that TransformerEngine is installed, or that it is not. Megatron stores the step count in a different
-    place in each of the two cases."""
+    """Patch Megatron to behave as if TransformerEngine were installed, or missing if `found` is False. Megatron stores
+    the step count in a different place in each of the two cases."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
@@ -454,8 +455,8 @@ def test_variant_state_that_rank_0_would_not_save_is_refused_on_all(
 
 
 def _begin_from_zeros(folder: pathlib.Path, kind: str) -> None:
-    """Follow the error message's advice for starting the variant's state from zeros: take one step without the variant,
-    then one with it."""
+    """Load a checkpoint that lacks the variant's state (such as NorMuon's second moment), and start this state from
+    zeros as the error message advises: take one step without the variant, then one with it."""
     with megatron():
         made = job({}, config=STILL, muon=VARIANT, seed=9)
         for group in made.optimizer.param_groups:

@@ -1,5 +1,5 @@
-"""Tests of Megatron-FSDP: uneven rows on any rank, empty shards without gradients, and steps that raise an error and
-must change nothing.
+"""Tests of Megatron-FSDP: shards with unequal numbers of rows, empty shards without gradients, and faults for which a
+step must raise an error and change nothing.
 
 The real megatron-fsdp package (0.6.1) builds the layouts on CPUs, with a stand-in for torch.cuda. The reference is
 shardmuon in a single process with the full gradients.
@@ -45,8 +45,9 @@ needs_package = pytest.mark.skipif(
 
 
 class Unit(nn.ModuleDict):
-    """A module whose parameters Megatron-FSDP gathers together. The forward pass takes gradients by name (`grads`) and
-    returns a loss. The backward pass of this loss gives each parameter exactly its gradient from `grads`."""
+    """A module whose parameters Megatron-FSDP gathers together. The forward pass takes `grads`, a dict from parameter
+    name to gradient, and returns a loss. The backward pass of this loss gives each parameter exactly its gradient from
+    `grads`."""
 
     def __init__(self, prefix: str, **layers: nn.Module) -> None:
         super().__init__(layers)
@@ -58,8 +59,8 @@ class Unit(nn.ModuleDict):
 
 class Model(nn.Module):
     """A model of three units that Megatron-FSDP wraps: two with up and down projections and a norm, and one with an
-    embedding, a linear layer named mixer, and a head. `kind` is part of the parameter names of the first two units, by
-    which Megatron-FSDP recognizes experts."""
+    embedding, a linear layer named mixer, and a head. `kind` is part of the parameter names of the first two units.
+    Megatron-FSDP recognizes experts by their parameter names."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -78,8 +79,8 @@ class Model(nn.Module):
 MATRICES = ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"]
 BLOCKS, EXPERTS, TENSOR_PARALLEL = "blocks", "experts", "tensor parallel"
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-# Each row gives the partition_dim and partition_stride of a weight. The weights are column-parallel, row-parallel and
-# gated column-parallel.
+# Each value gives the partition_dim and partition_stride of a weight. The three weights are column-parallel,
+# row-parallel and gated column-parallel.
 CUTS = {
     "layer.blocks.0.up.weight": (0, 1),
     "layer.blocks.0.down.weight": (1, 1),
@@ -103,8 +104,9 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _wrapped(form: str, model: nn.Module) -> Any:
-    """Wrap the model. `form` is EXPERTS, TENSOR_PARALLEL or the name of a ZeRO strategy, which may be prefixed with
-    "hybrid" (outer replicas) or "hybrid shard" (optimizer state is also sharded over the outer replicas)."""
+    """Wrap the model with Megatron-FSDP. `form` is EXPERTS, TENSOR_PARALLEL or the name of a ZeRO strategy, which may
+    be prefixed with "hybrid" (outer replicas) or "hybrid shard" (optimizer state is also sharded over the outer
+    replicas)."""
     from megatron_fsdp import fully_shard_model
 
     *outer, strategy = form.split() if form not in (TENSOR_PARALLEL, EXPERTS) else ["optim_grads_params"]
@@ -134,8 +136,8 @@ def _wrapped(form: str, model: nn.Module) -> Any:
 
 
 class Job:
-    """A model wrapped by Megatron-FSDP with its optimizer, and the reference for both: the same model in a single
-    process, with this rank's experts."""
+    """A model wrapped by Megatron-FSDP with its optimizer, and a single-process reference: the same model (with this
+    rank's experts) and an optimizer, without Megatron-FSDP."""
 
     def __init__(self, form: str, **options: Any) -> None:
         torch.manual_seed(0)
@@ -237,7 +239,8 @@ class Job:
 
 def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int, ...]]]:
     """Train a few steps and check the result of each. Return the names of the parameters of which this rank stores
-    elements, and two sets of ranks: those that share the first unit's matrix and those that share the mixer."""
+    elements, and two sets of ranks: those that share the first matrix and those that share the weight of the mixer
+    layer."""
     with _megatron():
         job = Job(form, **variant)
         fresh = [local_if_any(t) for p in job.params().values() for t in job.optimizer.state[p].values()]
@@ -248,7 +251,7 @@ def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int
         stored = job.check()
         meshes = [job.params()[name].device_mesh.mesh for name in (job.matrices[0], "ends.mixer.weight")]
         ranks = [tuple(mesh.flatten().tolist()) for mesh in meshes]
-        job.wrap()  # Wrapping the model again, as is done after loading, must keep the existing state.
+        job.wrap()  # Wrapping the model again, as is done after loading, must keep the optimizer state.
         job.check()
         job.step(30, ("ends.mixer.weight", "ends.mixer.bias"))
         ones = {name: torch.ones_like(p) for name, p in job.dense_model.named_parameters()}
@@ -330,8 +333,8 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
 
 
 def _refused() -> list[str]:
-    """Plant each fault in turn. The step must raise an error and must change neither weights nor state. Return the
-    error messages."""
+    """Plant each fault of FAULTS in turn. The step must raise an error and must change neither weights nor state.
+    Return the error messages."""
     with _megatron():
         job, said = Job("optim_grads_params"), []
         job.backward(1)
@@ -440,8 +443,8 @@ def test_one_group_for_all_and_parameters_from_before_wrapping_are_refused(world
 
 
 def _all_gather(outputs: list[Tensor], mine: Tensor, group: Any) -> None:
-    """Gather tensors of unequal sizes. This function replaces `all_gather`, which supports unequal sizes with NCCL but
-    not with gloo."""
+    """Replacement for torch's `all_gather` that gathers tensors of unequal sizes with gloo. torch's own function
+    supports unequal sizes only with NCCL."""
     everyone: list[Any] = [None] * len(outputs)
     dist.all_gather_object(everyone, mine, group=group)
     for output, tensor in zip(outputs, everyone, strict=True):

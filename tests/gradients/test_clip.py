@@ -55,8 +55,8 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Return the reference for every layout. For each norm order, the reference consists of the gradients in a single
-    process, their norm, and the clipped gradients."""
+    """Return the single-process results with which every layout is compared: for each norm order, the full gradients,
+    their norm, and the clipped gradients."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -171,12 +171,12 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
     for order in ORDERS:
         assert _combine(values, order) == _combine(values[::-1], order) == _combine(sorted(values), order)
-    # `_combine` rounds when it scales and squares the two values, when it adds the squares, and when it scales the
-    # square root back.
+    # `_combine` rounds when it scales and squares each of the two norms, when it adds the squares, and when it scales
+    # the square root back.
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    # `_combine` returns the rounded root of an exact sum, and the expected value sqrt(2) is rounded as well.
+    # `_combine` returns the rounded 20th root of the exact sum 2^10, and the expected value sqrt(2) is rounded as well.
     assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 
@@ -241,8 +241,9 @@ class Data:
         return Muon([{"params": [("first", self.all_of if first is None else first)]}, others], lr=1e-3, **options)
 
     def chain(self) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters on the process groups (0, 1), (1, 2) and (2, 3). Ranks 1 and 2 are in two groups each, so
-        they can detect that no group contains all ranks."""
+        """Return this rank's parameters among three that are sharded over the ranks (0, 1), (1, 2) and (2, 3),
+        respectively. Ranks 1 and 2 are in two process groups each, so they can detect that no group contains all
+        ranks."""
         pairs = [(at, dist.new_group([at, at + 1])) for at in range(3)]
         meshes = [(at, DeviceMesh.from_group(g, "cpu")) for at, g in pairs if self.rank in (at, at + 1)]
         return [(f"pair {at}", _sharded(self.columns[at], mesh, Shard(0))) for at, mesh in meshes]
@@ -401,14 +402,15 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# CHANGES lists the ways in which some ranks change the arguments that they pass to clip_grad_norm_. After the changes
-# "nothing" and "other tensors", the call must still succeed.
+# CHANGES lists the ways in which some ranks change the arguments of clip_grad_norm_ or the gradients of these
+# arguments. After the changes "nothing" and "other tensors", the call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
 def _storm(name: str) -> None:
-    """Call clip_grad_norm_ repeatedly. In each call, one or two ranks change their arguments while the other ranks use
-    cached descriptions of their parameters. All ranks must get the same norm, or all must raise an error."""
+    """Call clip_grad_norm_ repeatedly. In each call, one or two ranks change their arguments or gradients while the
+    other ranks use cached descriptions of their parameters. All ranks must get the same norm, or all must raise an
+    error."""
     draw = random.Random(0)
     named, norm, group, _ = JOBS[name](Data())
     optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)
@@ -418,8 +420,8 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        # Change the arguments of clip_grad_norm_ on some of the ranks that share a tensor, never on all of them, so
-        # that the ranks disagree.
+        # Change the arguments of clip_grad_norm_, or a gradient, on some of the ranks that share a tensor, never on all
+        # of them, so that the ranks disagree.
         if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
@@ -490,6 +492,6 @@ def test_a_call_computes_in_lists_however_many_gradients_there_are(world3: RankP
     for few, many in zip(world3.run(_events, 10), world3.run(_events, 30), strict=True):
         for name in ("aten::_foreach_norm", "aten::stack", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        # Each call of `_local_scalar_dense` makes the host wait for the device, so the number of calls must not grow
+        # Each call of `_local_scalar_dense` makes the CPU wait for the device, so the number of calls must not grow
         # with the number of gradients.
         assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)

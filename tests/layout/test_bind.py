@@ -128,8 +128,9 @@ def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """In each of 200 random cases, shuffled ranks form up to three grids of process groups. Every rank must reconstruct
-    its whole grid, although each rank reports only the two groups that it belongs to."""
+    """In each of 200 random cases, shuffled ranks form up to three grids. Each row of a grid is a tensor-parallel
+    group, and each column is a data-parallel group. The grids must be reconstructed from reports in which each rank
+    lists only its own row and column."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}
@@ -154,7 +155,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("known", "message"),  # `known` lists the pair (tp_group, process_group) known to each of the ranks 0, 1, ..
+    ("known", "message"),  # `known` lists the pair (tp_group, process_group) of each of the ranks 0, 1, ..
     [
         ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
         ([(AB, A_C), (AB, B_D), (CD, A_C), ((3,), (3,))], r"rank 3 has tp_group \(3,\) and process_group \(3,\)"),

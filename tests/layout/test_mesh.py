@@ -22,7 +22,8 @@ from shardmuon.layout.views import Ints
 
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
     """Split `indices` into `before` equal shards, chunk each shard into `num_parts` parts, and return the indices in
-    the part with number `part` of every shard. `torch.chunk` may return fewer parts than requested."""
+    the part with number `part` of every shard. A shard has no such part if `torch.chunk` returns fewer parts than
+    requested."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
 
@@ -31,8 +32,8 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 @settings(max_examples=300)
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
     """One to four axes shard a dim in any order, as when `fully_shard` shards tensor-parallel shards. The split factor
-    of an axis is the number of shards created before that axis by axes that come later in the mesh, or by a gathered
-    axis. The split factors must determine the order of the axes."""
+    of an axis is the number of shards into which the dim was already split by axes that come later in the mesh, or by
+    an axis whose shards have been gathered since. The split factors must determine the order of the axes."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     # `order` lists the mesh axes in the order in which they shard the dim.
     order = data.draw(st.permutations(range(len(mesh))))
@@ -67,7 +68,7 @@ def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
     """Local shards whose shapes contradict the placements must raise an error. One of the cases shards 13 rows over a 3
-    x 2 mesh in the way of torch's own distribute_tensor, which applies the mesh axes from left to right and ignores the
+    x 2 mesh in the order of torch's distribute_tensor, which applies the mesh axes from left to right and ignores the
     split factor of strided shards."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]

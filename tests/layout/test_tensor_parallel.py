@@ -108,7 +108,7 @@ def test_strides_heads_fewer_query_groups_than_ranks_and_shards_of_any_sizes(wor
 def _experts() -> list[int]:
     """Take a step on a dense weight with tensor-parallel size 4, and on an expert with expert-tensor-parallel size 2
     and two replicas. The expert's groups are given as tuples of ranks, because a torch process group would sort the
-    ranks. Return the number of ranks in each layout."""
+    ranks. Return the number of ranks in each parameter's layout."""
     rank, order = dist.get_rank(), (3, 1, 0, 2)
     tp = next(pair for pair in (order[:2], order[2:]) if rank in pair)
     dp = next(pair for pair in (order[::2], order[1::2]) if rank in pair)
@@ -219,7 +219,7 @@ def _flat(start: int, size: int) -> nn.Parameter:
     return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
-# Each key is the text of an expected error. Its value lists, for every rank, the first element and the number of
+# Each key is the text of an expected error. Its value lists a pair for every rank: the offset and the number of
 # elements of the rank's range in the flattened tensor.
 FLAT = {
     "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 10), (12, 10), (22, 2), (24, 0)],
@@ -283,8 +283,8 @@ REFUSED: dict[str, tuple[Refusal, list[str]]] = {
 
 
 def _refused(case: str) -> str:
-    """Take a step that must raise an error, without hanging and without changing any weight. Return this rank's
-    error."""
+    """Take a step with the inputs of the test case `case`. The step must raise an error without hanging and without
+    changing any weight. Return this rank's error message."""
     params, group, groups = REFUSED[case][0](dist.get_rank())
     for p in params:
         p.grad = torch.ones_like(p)

@@ -1,5 +1,5 @@
-"""Tests of how the pieces of a tensor that ranks store are split into tiles, each of which belongs to one matrix.
-Random tensors are partitioned at random and viewed as matrices in all supported ways."""
+"""Tests of how each rank's pieces of a tensor are split into tiles, so that each tile belongs to one matrix. Random
+tensors are partitioned at random and viewed as matrices in all supported ways."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardmuon.layout.views import matrix_view
 
 
 def storage_of(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
-    """Return a tensor that stores `piece`, a part of the tensor `whole`, after a gap and with its dims in memory order
-    `order`. Also return the position of the piece in this storage."""
+    """Return a tensor that stores `piece`, a part of the tensor `whole`, at offset `gap` in each dim and with its dims
+    in memory order `order`. Also return the piece with its offset in this tensor."""
     held = Held(piece, (gap,) * (1 if isinstance(piece, FlatRange) else whole.dim()))
     storage = stored([held], whole)
     if isinstance(piece, FlatRange):

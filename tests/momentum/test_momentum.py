@@ -63,8 +63,8 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
     by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
-    # If `encode` gets the values before the step, a value that has changed little is rounded stochastically, so the
-    # random bits must affect the result.
+    # If `encode` also gets the momentum from before the step, it stochastically rounds the values that have changed
+    # little, so the random bits must affect the result.
     assert not torch.equal(*(encode(x, 1, x, bits)[0] for bits in by_bits))
     assert all(torch.equal(encode(x, 1, x - per_value.float(), bits)[0], codes) for bits in by_bits)
     assert torch.equal(encode(found, 1)[0], codes) or kind == "subnormal"
@@ -120,7 +120,8 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
     x = draw()
     counts = torch.histc(x, 64, -0.5, 0.5)
     expected = rows * cols / 64
-    # The limit is the mean of a chi-squared distribution with 63 degrees of freedom plus 4 standard deviations.
+    # The sum over the 64 histogram bins follows a chi-squared distribution with 63 degrees of freedom. The limit is the
+    # mean of this distribution plus 4 standard deviations.
     assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 4 * math.sqrt(2 * 63)
     others = [draw(step=2), draw(name="v"), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
     assert max(abs(float((x * other).mean()) * 12) for other in others) < 4 / math.sqrt(rows * cols)
@@ -274,8 +275,8 @@ def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
 
 
 def _unnamed() -> str:
-    """Return the error message that every rank must raise if rank 1 lists a replicated parameter at a different
-    position from rank 0, because the two replicas would then be rounded with different random bits."""
+    """Check that every rank raises an error if rank 1 lists a replicated parameter at a different position from rank 0,
+    and return the error message. Otherwise, the two replicas would be rounded with different random bits."""
     shared = LAYOUTS["replicate"].build({"w": torch.ones(6, 8, dtype=BF16)}, (dist.get_world_size(),))["w"]
     own = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     groups = [{"params": [own], "process_group": (), "tp_group": ()}, {"params": [nn.Parameter(shared)]}]
@@ -288,8 +289,9 @@ def _unnamed() -> str:
 
 
 def _other_count() -> str:
-    """Return the error message that every rank must raise if rank 1 has lost its state after two steps. Rank 1 would
-    round its replica with the random bits of step 1, while the other ranks would use those of step 3."""
+    """Check that every rank raises an error if rank 1 has lost its optimizer state after two steps, and return the
+    error message. Otherwise, rank 1 would round its replica with the random bits of step 1, while the other ranks would
+    use those of step 3."""
     whole = {"w": torch.ones(6, 8, dtype=BF16)}
     w, grad = (LAYOUTS["replicate"].build(whole, (dist.get_world_size(),))["w"] for _ in range(2))
     w = nn.Parameter(w)
