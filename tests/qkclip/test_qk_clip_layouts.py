@@ -97,7 +97,8 @@ def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) 
 
 
 def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
-    """Return the names of the parameters that differ from a single-process run."""
+    """Take two steps with QK-clip on a layout. Return the names of the parameters that differ from a single-process
+    run."""
     params = parameters(placed(layout, _model(dtype)))
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None

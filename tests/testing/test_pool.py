@@ -43,8 +43,8 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Return this rank's
-    number."""
+    """Perform the action `how` (such as raising an error) on the given ranks, and the action `then` on all other ranks.
+    Return this rank's number."""
     rank = dist.get_rank()
     match how if rank in ranks else then:
         case "raise":

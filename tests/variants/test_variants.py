@@ -45,16 +45,16 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """The post-processing stage must match its fp64 formula on three matrices in each of four steps. One of the
-    matrices has rows of zeros and a nonzero initial state."""
+    """The post-processing stage (such as NorMuon) must match its fp64 formula on three matrices in each of four steps.
+    One of the matrices has rows of zeros and a nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
     arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard", torch.float64), *[torch.float64] * 6)  # type: ignore[arg-type]
     # The bound counts one rounding for each term in a sum along a row and in a sum over the rows, three roundings of
-    # the state in each of four steps, and six others. The factor 2 is for restoring the norm, which needs these
-    # roundings once more.
+    # the state in each of four steps, and six others. The factor of 2 covers restoring the matrix norm, which takes the
+    # same number of roundings.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)
