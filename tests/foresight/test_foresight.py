@@ -29,7 +29,7 @@ from shardmuon.testing.pool import RankPool
 @pytest.mark.parametrize(("world", "layout"), [(world, name) for world, names in ROWS.items() for name in names])
 def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world: int, layout: str) -> None:
     """The numbers of exchanges, bytes and messages in a rank's plan must equal the numbers counted on that rank while
-    it takes the steps."""
+    it takes optimizer steps."""
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))

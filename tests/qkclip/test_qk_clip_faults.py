@@ -230,9 +230,9 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
 
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
-    """Raise an exception on one rank in each function that runs after the vote, and return the errors. After each
-    error, no rank may take a step until it has loaded a state dict. After loading, all ranks must be able to
-    continue."""
+    """Raise an exception on one rank in each function that QK-clip runs after the ranks' vote, and return the resulting
+    errors. After each error, no rank may take a step until it has loaded a state dict. After loading, all ranks must be
+    able to continue."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -264,8 +264,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "plain"])
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """If one rank fails after the vote, all ranks must raise an error instead of waiting for the failed rank, even if
-    that rank had not begun to scale weights."""
+    """If one rank fails after the vote of all ranks on clipping, all ranks must raise an error instead of waiting for
+    the failed rank, even if that rank had not begun to scale weights."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
     victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""

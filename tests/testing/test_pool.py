@@ -253,7 +253,8 @@ def _begun() -> tuple[str, bool]:
 
 
 def test_ranks_are_forked_with_the_parents_package(pool: RankPool) -> None:
-    """Modules imported before the fork must be frozen (gc.freeze), so that garbage collection on a rank skips them."""
+    """Ranks must import shardmuon from the same file as the parent process. Objects created before the fork must be
+    frozen (gc.freeze), so that garbage collection on a rank skips them."""
     before = os.environ.get("PYTHONPATH")
     found = pool.run(_begun)
     assert os.environ.get("PYTHONPATH") == before

@@ -124,5 +124,6 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
         assert torch.equal(x[0].view(torch.uint8), together[i].view(torch.uint8)), i
         assert all(torch.equal(n.view(torch.uint8), kept[key][i].view(torch.uint8)) for key, n in of_one.items()), i
     assert not together[3].any() and together[9, 0, 0].isnan()
-    # A matrix of a single row need not change, because some variants leave single-row matrices as they are.
+    # The matrices must differ from their values before post-processing. Single-row matrices are exempt, because some
+    # variants leave them unchanged.
     assert shape[0] == 1 or not torch.equal(before[:3], together[:3])

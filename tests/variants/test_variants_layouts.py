@@ -92,6 +92,7 @@ def _lost_on_one_rank(key: str, left: Any) -> None:
     ("key", "left"), [("second_moment", None), ("weight_radius", None), ("second_moment", torch.zeros(1, 3))]
 )
 def test_what_one_rank_alone_has_lost_or_changed_is_an_error_on_all(key: str, left: Any, world2: RankPool) -> None:
-    """If one rank has lost or changed its state, all ranks must raise an error. In an earlier version, a rank that had
-    lost its weight norms started a reduction in which the other ranks did not take part."""
+    """If one rank has lost or changed a variant's state, such as NorMuon's second moment, all ranks must raise an
+    error. In an earlier version, a rank that had lost its weight norms started a reduction in which the other ranks did
+    not take part."""
     world2.run(_lost_on_one_rank, key, left)
