@@ -145,7 +145,8 @@ def _with_memory(report: Report, size: float) -> Report:
     return replace(report, hardware=hardware)
 
 
-# Each option of `Muon`, with a non-default value and a flag that is True if this value changes the plan or its counts.
+# Each option of `Muon`, with a non-default value and a flag that is True if this value changes the plan or the counts
+# computed from the plan.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),

@@ -56,7 +56,7 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
         "max rel diff": "0.00e+00",
         "bitwise": "yes",
         "= torch": "yes",
-        "collectives": "3",  # A step takes three collectives: one vote and two exchanges.
+        "collectives": "3",  # A step with FSDP2 runs three collectives: one vote and two exchanges.
     }
 
 
@@ -71,8 +71,8 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """Compare one step with the dense reference. On the rank `rank`, `damage` corrupts the tensors that the function
-    `name` has just written, but only in the first call of this function."""
+    """Compare one optimizer step on a layout with the dense reference. On the rank `rank`, `damage` corrupts the
+    tensors that the function `name` has just written, but only in the first call of this function."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 
@@ -82,7 +82,8 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    Comparison.with_dense(layout, **given)  # The undamaged run caches the dense reference for the second run.
+    # This first run, without corruption, caches the dense reference for the second.
+    Comparison.with_dense(layout, **given)
     with mock.patch.object(update, name, spoiled):
         return Comparison.with_dense(layout, **given)
 

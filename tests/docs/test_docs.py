@@ -55,8 +55,8 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_documents_name_only_files_that_are_there(path: Path) -> None:
-    """A path in a document may be relative to any folder. The changelog is exempt, because it also names deleted
-    files."""
+    """Every Python file that a document names must exist. The path may be relative to any folder of the repository. The
+    changelog is exempt, because it also names deleted files."""
     named = set(re.findall(r"(?<![\w/.-])[\w/]+\.py\b", path.read_text()))
     if path.name != "CHANGELOG.md":
         assert [name for name in named if not any(str(file).endswith(f"/{name}") for file in SOURCES)] == []

@@ -206,7 +206,7 @@ def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
 
 
 def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
-    """The test checks how unevenly ranks send: the bytes of the busiest rank, divided by the mean.
+    """`unevenness` is the number of bytes that the busiest rank sends, divided by the mean over all ranks.
 
     With four shards, the owner sends three quarters of the matrix, and each other rank sends one quarter, so the owner
     sends twice the mean. With two replicas of two shards, only the replica that contains the owner sends. Each of its

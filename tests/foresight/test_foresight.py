@@ -29,11 +29,12 @@ from shardmuon.testing.pool import RankPool
 @pytest.mark.parametrize(("world", "layout"), [(world, name) for world, names in ROWS.items() for name in names])
 def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world: int, layout: str) -> None:
     """The numbers of exchanges, bytes and messages in a rank's plan must equal the numbers counted on that rank while
-    it takes the steps."""
+    it takes optimizer steps."""
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))
-    # With two replicas, each bucket takes three exchanges: a gather, a scatter and a relay between the replicas.
+    # With two replicas, each bucket takes three exchanges: a gather, a scatter, and a relay, which sends results to the
+    # other replica.
     if layout == "hsdp" and world == 4:
         assert all(one.traffic.exchanges % 3 == 0 < one.traffic.exchanges for one in found)
 
@@ -41,7 +42,8 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
 FEW = SPARSE | {"num_experts": 2}
-# The matrix sizes are chosen so that some rows have one block of 8-bit momentum and others have two.
+# The matrix sizes are chosen so that the 8-bit momentum of some rows is one quantization block and that of other rows
+# is two.
 BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)
 # The bucket size `bucket_bytes` counts bytes in the wire dtype, the dtype in which ranks exchange data, which is bf16
 # if matmuls are in bf16.

@@ -132,8 +132,8 @@ def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    # `seconds` is the target planning time on one core. In measurements, planning took 1.1 s for the first job and 7.3
-    # s for the second.
+    # `seconds` is the target planning time on one core. In measurements, planning took 1.1 s for llama3-8b and 7.3 s
+    # for deepseek-v3.
     ("model", "mesh", "seconds"),
     [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )

@@ -29,8 +29,8 @@ SHIPPED = Hardware.load("h100")
 
 
 def _known(rows: dict[float, Sequence[Sequence[float]]], slope: float = 0.0, verified: bool = True) -> Any:
-    """Return a table like those in a hardware file. `rows` maps each aspect ratio to rows (size, low, middle, high),
-    which give three estimates of a hardware number at each size."""
+    """Return a table like those in a hardware file. `rows` maps each aspect ratio to rows (size, low, middle, high).
+    Each row gives a low, a middle and a high estimate of a measured quantity, such as a bandwidth, at one size."""
     return replace(SHIPPED["link"], source="made for tests", verified=verified, rows=rows, slope=slope)  # type: ignore[type-var]
 
 

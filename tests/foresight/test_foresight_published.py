@@ -1,5 +1,5 @@
-"""Tests of the table of published measurements: every row is complete, its predicted interval is the one that is
-computed, and it says correctly whether the measurement falls inside this interval."""
+"""Tests of the table of published measurements: every row is complete, its predicted interval equals the one that the
+cost model computes, and its field `inside` correctly states whether the measurement falls inside this interval."""
 
 from __future__ import annotations
 

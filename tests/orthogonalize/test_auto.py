@@ -1,5 +1,6 @@
-"""Tests of the automatic choice of the orthogonalizer, which is the same on every rank and is printed in the plan.
-Other tests check precision flags, the dtypes in which ranks exchange data, and non-finite results."""
+"""Tests of the automatic choice of the orthogonalizer, which must be the same on every rank and must be printed in the
+plan. Other tests in this file check FLOPs estimates, precision flags, the dtypes in which ranks exchange data, and
+non-finite results."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_flops_are_those_that_torch_counts(
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "with_n", "small"),
-    [  # For m = 128, the FLOPs estimate is with_n * m^2 n + small * m^3. No restart is needed in fp64.
+    [  # For m = 128, the expected FLOPs estimate is with_n * m^2 n + small * m^3. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 20, 10),
         ("gram", KELLER, FP64, 512, 4, 34),
         # In fp32, the Gram form restarts once, with a new Gram matrix of the updated iterate X.

@@ -55,7 +55,7 @@ def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, ste
     assert_near(found, polar, CASES[name, steps].errors[at] + rounding / float(polar.norm()), f"{name} {steps}")
 
 
-# These combinations of method and dtype exclude the Gram form in bf16, which is not supported (see test_gram.py).
+# The tested combinations of method and dtype exclude the Gram form in bf16, which is not supported (see test_gram.py).
 PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard", FP16), ("gram", FP16)]
 
 

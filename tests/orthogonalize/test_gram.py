@@ -39,8 +39,8 @@ def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: in
 
 @pytest.mark.parametrize("kind", ["gauss", "log", "power", "rank 16"])
 def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both local and full restarts must stay within the error bound for one restart with Polar Express, fp16 and n = 4
-    m. The local restart must also need less memory."""
+    """With one restart of the Gram form (Polar Express, fp16, n = 4 m), the result must be within the error bound
+    whether the restart is local or recomputes the Gram matrix from X. The local restart must also need less memory."""
     x, coefficients = spectrum(kind, 256, 1024).float(), schedule("polar_express").triples
     exact = steps_written_out(x.double(), coefficients)
     for aspect in (7 / 3, 1e9):
@@ -87,8 +87,8 @@ def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor,
 # ------------------------------------------------------------------------------- every schedule, every rank of input
 
 SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
-# In FLAT_FIRST, the polynomial of the first step has slope 0 at zero, which must not delay the restarts of the Gram
-# form.
+# In the schedule FLAT_FIRST, the polynomial of the first step has slope 0 at zero, which must not delay the restarts of
+# the Gram form.
 FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 

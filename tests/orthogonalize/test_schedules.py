@@ -43,9 +43,9 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
     assert (len(found.triples), ends, round(slope(found))) == (steps, case.band, case.slope)
     for start in (0.5, 0.01, 0.001):
         out = outputs(found.triples, start, 1.0)
-        # The band (the smallest and largest output) is computed on two grids, one in `band` and one in this test. Both
-        # contain the end points of the interval. A grid with spacing h misses an extremum by at most |f''| h^2 / 8,
-        # where f'' is estimated by a central difference of the outputs.
+        # The band of a schedule (its smallest and largest output) is computed on two grids, one in `band` and one in
+        # this test. Both contain the end points of the interval. A grid with spacing h misses an extremum by at most
+        # |f''| h^2 / 8, where f'' is estimated by a central difference of the outputs.
         missed = float(out.diff(n=2).abs().max()) / 8
         rounding = 8 * len(found.triples) * slope(found) * roundoff(torch.float64)
         pairs = zip(band(found, start), (float(out.min()), float(out.max())), strict=True)
@@ -124,8 +124,8 @@ SOUND = [(name, len(schedule(name).triples)) for name in dict.fromkeys(name for 
 
 @st.composite
 def near_known_ones(draw: st.DrawFn) -> list[tuple[float, float, float]]:
-    """Draw the first steps of a published schedule, rescaling the input of each step and changing each coefficient by
-    up to 2%."""
+    """Draw a random schedule that is close to a published one. It has the first steps of the published schedule, with
+    each step's input rescaled and each coefficient changed by up to 2%."""
     name, steps = draw(st.sampled_from(SOUND))
     kept = draw(st.integers(1, steps))
     moved = []

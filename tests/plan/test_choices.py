@@ -75,8 +75,8 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 
 def _others(made: Plan) -> Iterator[Plan]:
-    """Yield variants of a plan with up to 16 buckets, in forward and in reverse order of the buckets. In some variants,
-    buckets are split into parts with different owners."""
+    """Yield variants of a plan. Each variant divides the plan's matrices into at most 16 buckets, in forward or in
+    reverse order. In some variants, buckets are split into parts with different owners."""
     moving = [bucket for bucket in made.buckets if bucket.exchange]
     items = [made.items[number] for bucket in moving for number in bucket.items]
     number, prices = {item.key: n for n, item in enumerate(made.items)}, _prices(made.specs, items, Policy().machine)

@@ -103,9 +103,9 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """Post-processing stages (such as NorMuon) keep state for 8 matrices on 2 x 2 ranks. Nevertheless, a rank must send
-    all the results that it relays as one block, and must receive relayed results as one block. The gather, and the
-    scatter if no stage keeps state, must stay within a replica."""
+    """Post-processing stages (such as NorMuon) keep state for 8 matrices on 2 x 2 ranks. Nevertheless, the relay, in
+    which a rank sends results to the other replica, must send all of these results as one block and receive them as one
+    block. The gather, and the scatter if no stage keeps state, must stay within a replica."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -230,8 +230,9 @@ def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: flo
 
 
 def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tuple[int, ...]) -> list[Copy]:
-    """Return `num` instructions to copy a block between two buffers. All blocks have the same size. `here` and `there`
-    give the positions in the two buffers as (step between blocks, row stride[, first element])."""
+    """Return `num` copy instructions. Each copies one block from one buffer to another, and all blocks have the same
+    size. `here` and `there` give the positions in the two buffers as (step between blocks, row stride[, first
+    element])."""
     (step, row, *first), (far_step, far_row, *far_first) = here, there
     starts = [(sum(first) + step * n, sum(far_first) + far_step * n) for n in range(num)]
     return [Copy(sizes, BufferPlace(a, (row, 1)), BufferPlace(b, (far_row, 1))) for a, b in starts]

@@ -92,8 +92,9 @@ def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
 
 _QK = (Rows("q", (("q", 24),)), Rows("k", (("k", 8),)))
 _TWO = (0.25, 0.5)
-# Each case gives a layer, the gain of each key head (the factor for the logits of its query heads), alpha, and the
-# expected factors for each weight. The factors multiply the weight's rows, or its columns if `dim` is 1.
+# Each case gives a layer, the gain of each key head (the factor for the logits of its query heads), alpha (the exponent
+# of the gain for queries), and the expected factors for each weight. The factors multiply the weight's rows, or its
+# columns if `dim` is 1.
 RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float]]]] = {
     "groups": (
         Attention("a", 6, 2, _QK),

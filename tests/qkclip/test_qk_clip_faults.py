@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ranks
 # `Sets` lists the sets of ranks that store one weight. All ranks in a set share the weight, and a rank in none of the
 # sets has a weight of its own.
 Sets = list[tuple[int, ...]]
-Family = dict[str, Sets]  # Each key is the name of a weight, which ends with the index of the weight's layer.
+Family = dict[str, Sets]  # Dict from weight name to the weight's sets of ranks. The name ends with the layer index.
 
 FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},
@@ -63,7 +63,8 @@ class Job(jobs.Job):
     takes one step, so that momentum exists.
 
     Args:
-        kind: A key of FAMILIES, or "plain" or "fsdp2" for a single layer on all ranks.
+        kind: A key of FAMILIES, which defines the ranks that store each weight, or "plain" or "fsdp2" for a single
+            layer on all ranks.
     """
 
     def __init__(self, kind: str) -> None:
@@ -103,7 +104,7 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 
 def _scaled(name: str) -> list[str]:
     """Clip twice. Return the names of the weights that differ from the expected ones, which are scaled according to the
-    maximum logits over all connected ranks."""
+    maximum logits over all ranks connected by the sets that store the layer's weights."""
     job = Job(name)
     wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
     for seed in range(2):
@@ -190,10 +191,10 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
-    """Run `reduce` once for each function that it enters before the vote, raising an exception in this function on one
-    rank. Return the functions whose exception went unnoticed, and the number of exceptions that caused an error on all
-    ranks. If `first` is True, the scaler's cached table of which ranks store which weights is deleted before each
-    call."""
+    """Run `reduce` once for each function that it enters before the vote (the collective that shares errors among
+    ranks), raising an exception in this function on one rank. Return the functions whose exception went unnoticed, and
+    the number of exceptions that caused an error on all ranks. If `first` is True, the scaler's cached table of which
+    ranks store which weights is deleted before each call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -229,9 +230,9 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
 
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
-    """Raise an exception on one rank in each function that runs after the vote, and return the errors. After each
-    error, no rank may take a step until it has loaded a state dict. After loading, all ranks must be able to
-    continue."""
+    """Raise an exception on one rank in each function that QK-clip runs after the ranks' vote, and return the resulting
+    errors. After each error, no rank may take a step until it has loaded a state dict. After loading, all ranks must be
+    able to continue."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -263,8 +264,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "plain"])
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """If one rank fails after the vote, all ranks must raise an error instead of waiting for the failed rank, even if
-    that rank had not begun to scale weights."""
+    """If one rank fails after the vote of all ranks on clipping, all ranks must raise an error instead of waiting for
+    the failed rank, even if that rank had not begun to scale weights."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
     victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""

@@ -97,7 +97,8 @@ def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) 
 
 
 def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
-    """Return the names of the parameters that differ from a single-process run."""
+    """Take two steps with QK-clip on a layout. Return the names of the parameters that differ from a single-process
+    run."""
     params = parameters(placed(layout, _model(dtype)))
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
@@ -168,7 +169,7 @@ def test_fsdp1_steps_and_clips_as_one_process_does(row: str, world4: RankPool) -
 
 
 def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, clipped: bool) -> dict[str, Tensor]:
-    """Return the model's weights after two steps with lr=0, with or without QK-clip."""
+    """Return the weights of a Megatron model after two optimizer steps with lr=0, with or without QK-clip."""
     half = {"bf16": True, "params_dtype": dtype} if dtype == torch.bfloat16 else {}
     with megatron(**sizes):
         ddp = {"use_distributed_optimizer": distributed}
@@ -226,7 +227,7 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
     """Measure each layer's largest logits twice: in a single process on all sequences, and on a mesh whose ranks each
     process a part of the sequences. Of the two backward passes per step, only the second synchronizes gradients. Return
-    both results."""
+    the logits of both measurements."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):

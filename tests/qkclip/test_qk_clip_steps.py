@@ -1,4 +1,5 @@
-"""Tests of which forward passes QK-clip takes into account for a step, and of errors between and during steps."""
+"""Tests for which forward passes QK-clip takes into account in an optimizer step, and for errors raised between and
+during steps."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ NO_STEP: dict[str, tuple[Callable[[Job], Any], ...]] = {
 
 @pytest.mark.parametrize("name", NO_STEP)
 def test_forwards_that_lead_to_no_step_clip_nothing(name: str, tmp_path: Path) -> None:
-    """The weights must be bitwise identical to those of a job without the extra forward passes."""
+    """Forward passes that are not followed by an optimizer step, as in an evaluation, must not affect QK-clip. The
+    weights must be bitwise identical to those of a job without these forward passes."""
     job, plain = Job(tmp_path / "file"), Job()
     for one in (job, plain):
         one.step(1)
@@ -121,8 +123,8 @@ def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None, in_a_clo
     wanted = plain.step(1, 2, 3)
     job.optimizer.step(run if in_a_closure else run())
     assert_measured(job.clip, wanted)
-    # Only `_in_turn`, which runs one backward pass per loss, sums the gradients in the same order as `plain.step`. The
-    # weights are therefore compared only for `_in_turn`.
+    # Only `_in_turn`, which runs one backward pass per loss, sums the gradients in the same order as the reference job
+    # `plain`. The weights are therefore compared only for `_in_turn`.
     if how is _in_turn:
         assert_bitwise(job.weights(), plain.weights())
 

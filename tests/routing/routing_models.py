@@ -91,7 +91,7 @@ def tied(*, head_first: bool) -> nn.Module:
 
 
 def hooked(head: str | None) -> nn.Module:
-    """Return a model whose get_output_embeddings returns the submodule `head`, or None."""
+    """Return a model whose get_output_embeddings returns the submodule named `head`, or None if `head` is None."""
     model = typed("Hooked", embed=nn.Embedding(16, 16), decoder=linear(), pooler=linear())
     return but(model, get_output_embeddings=lambda: None if head is None else model.get_submodule(head))
 
@@ -109,8 +109,8 @@ def shared(**modules: Any) -> nn.Module:
 
 
 def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linear:
-    """Replace a weight with an empty placeholder. If a shape is given, it becomes the placeholder's `ds_shape`, as in
-    ZeRO-3."""
+    """Replace the weight of a linear layer with an empty placeholder, and return the layer. If a shape is given, it
+    becomes the placeholder's `ds_shape`, as in ZeRO-3."""
     module.weight = nn.Parameter(torch.empty(0))
     if ds_shape is not None:
         module.weight.ds_shape = torch.Size(ds_shape)  # type: ignore[attr-defined]

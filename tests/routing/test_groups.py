@@ -75,8 +75,8 @@ class Case(NamedTuple):
 
 
 def why(**reasons: str) -> dict[str, dict[str, object]]:
-    """Return the expected reasons for the routing of parameters, keyed by weight name. In the arguments, "__" stands
-    for a dot."""
+    """Return the expected reasons for the routing of parameters, keyed by weight name. In the names of the keyword
+    arguments, "__" stands for a dot."""
     return {f"{name.replace('__', '.')}.weight": {"reason": reason} for name, reason in reasons.items()}
 
 
@@ -120,7 +120,7 @@ HEADS: dict[str, Case] = {
     "a decoder": Case(Llama, why(head=_EQUAL, norm="norm", embed="embedding"), muon=LAYERS),
     "as wide as the vocabulary": Case(llama(16, 16), why(head=_LAST), muon=LAYERS),
     "one block": Case(lambda: Llama(16, 16, depth=1), muon=LAYERS[:6]),
-    # No layer has 8 inputs, so every linear layer with 8 rows, the vocabulary size, could be an output head. wk and wv
+    # No layer has 8 inputs, so every linear layer with 8 rows (the vocabulary size) could be an output head. wk and wv
     # have 8 rows, too, but they must go to Muon, because they are in repeated blocks and are not the last matrix of a
     # block.
     "keys with the rows of a vocabulary": Case(llama(8, 16, 8), muon=LAYERS),
@@ -203,7 +203,7 @@ HEADS: dict[str, Case] = {
 
 
 def three_dims(num: int, rows: int, cols: int) -> Case:
-    """Return a case with a 3-D parameter in a module of unknown type. The shape alone does not tell whether the
+    """Return a test case with a 3-D parameter in a module of unknown type. The shape alone does not tell whether the
     parameter is a stack of experts (transposed or not) or a table."""
     went = rf"weight \({num}x{rows}x{cols}\) .*a stack of matrices, each of \(outputs, inputs\)\. "
     settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'

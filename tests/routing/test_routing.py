@@ -36,8 +36,8 @@ from shardmuon.testing.layouts import ParamCase
 
 
 def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
-    """Return the matrices into which the options of a parameter's group split the parameter. Each matrix contains
-    indices into the flattened parameter."""
+    """Split a parameter into matrices according to the options of its parameter group. The elements of the returned
+    matrices are indices into the flattened parameter."""
     (group,) = [g for g in param_groups(model, **{"lr": 1e-3, **options}) if name in g["param_names"]]
     param = dict(model.named_parameters())[name]
     case = ParamCase(tuple(param.shape), "", {key: group[key] for key in VIEW_DEFAULTS if key in group})

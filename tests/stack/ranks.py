@@ -1,6 +1,6 @@
-"""Functions that run an example on ranks and record the optimizer's plan, the number of Newton-Schulz runs, the
-findings of an audit, and the final weights on each rank. Importing the frameworks takes seconds, so the process from
-which ranks are forked imports all of them."""
+"""Functions that run a script from examples/ on several ranks and record the optimizer's plan, the number of
+Newton-Schulz runs, the findings of an audit, and the final weights on each rank. Importing the frameworks takes
+seconds, so the process from which ranks are forked imports all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RankPool.preload("stack_preload")
 
 @dataclass
 class Seen:
-    """What was observed on one rank.
+    """What was observed on one rank while it ran an example.
 
     Attributes:
         owners: Dict from parameter name to the ranks that orthogonalize the parameter's matrices according to the plan.
@@ -54,7 +54,7 @@ class Seen:
 
 
 def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> list[Seen]:
-    """Call `train(**arguments)` of an example on ranks.
+    """Call the function `train` of a script in examples/ on every rank.
 
     Args:
         example: Name of the file in examples/.

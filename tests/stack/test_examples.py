@@ -1,6 +1,6 @@
-"""Tests that train every example on 1 and 2 ranks. They check which ranks orthogonalize each matrix, the number of
-Newton-Schulz runs, and the findings of an audit. A run that is resumed halfway must end with weights that are bitwise
-identical to those of an uninterrupted run."""
+"""Tests that run every training script in examples/ on 1 and 2 ranks. They check which ranks orthogonalize each matrix,
+the number of Newton-Schulz runs, and the findings of an audit. A run that is resumed halfway must end with weights that
+are bitwise identical to those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Case:
         prepare: Name of a function in `ranks.py` that each rank calls first.
         fixed: Arguments of the example's function `options`. If empty, the function is not called.
         needs: Required packages, apart from those that all examples need.
-        either: Names of parameters that may go to either optimizer.
+        either: Names of parameters that may go to either Muon or AdamW.
         name: Name of the layout, for the ID of the test.
         calls: Number of calls to `step()` per training step. Each call updates some of the parameter groups.
     """

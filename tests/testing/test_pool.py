@@ -43,8 +43,8 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Return this rank's
-    number."""
+    """Perform the action `how` (such as raising an error) on the given ranks, and the action `then` on all other ranks.
+    Return this rank's number."""
     rank = dist.get_rank()
     match how if rank in ranks else then:
         case "raise":
@@ -253,7 +253,8 @@ def _begun() -> tuple[str, bool]:
 
 
 def test_ranks_are_forked_with_the_parents_package(pool: RankPool) -> None:
-    """Modules imported before the fork must be frozen (gc.freeze), so that garbage collection on a rank skips them."""
+    """Ranks must import shardmuon from the same file as the parent process. Objects created before the fork must be
+    frozen (gc.freeze), so that garbage collection on a rank skips them."""
     before = os.environ.get("PYTHONPATH")
     found = pool.run(_begun)
     assert os.environ.get("PYTHONPATH") == before

@@ -1,5 +1,5 @@
-"""Tests that a matrix has the same bits in every slot of a batch, regardless of the other matrices and of their
-number."""
+"""Tests that matmuls and orthogonalization give a matrix the same bits in every slot (position) of a batch, regardless
+of the other matrices and of their number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.mark.parametrize(
     ("dtypes", "least"),
     [
-        # Only bf16 matmuls depend on the CPU's instruction set, so only the bf16 case is marked `numeric`.
+        # Only bf16 matmuls depend on the CPU's instruction set, so only the bf16 case has the pytest mark `numeric`.
         pytest.param((torch.bfloat16,), 1_500, marks=pytest.mark.numeric),
         ((torch.float32, torch.float16, torch.float64), 5_000),
     ],
@@ -53,8 +53,8 @@ def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
-    """Return the number of matmul results compared, and the number of those that differ between slots. If `packed` is
-    True, matrices are stored contiguously instead of in aligned slots."""
+    """Return the number of matmul results compared, and the number of those that differ between slots of a batch. If
+    `packed` is True, matrices are stored contiguously instead of in aligned slots."""
     torch.set_num_threads(threads)
     modules = ("orthogonalize", "testing.slots") if packed else ()
     with ExitStack() as patched:
@@ -66,7 +66,7 @@ def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
 
 
 def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
-    """Run `found_with` in a new process with restricted CPU instructions."""
+    """Run `found_with` in a new process whose math libraries use a restricted set of CPU instructions."""
     env = {**os.environ, **instructions, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = f"import test_slots; print(*test_slots.found_with{given})"
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
@@ -88,8 +88,8 @@ def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], th
 
 
 def test_packed_slots_would_be_found() -> None:
-    """Negative control: if slots are packed without alignment, the search must find differences, either with a narrower
-    set of CPU instructions or with this CPU's own."""
+    """Negative control: if the matrices of a batch are packed without alignment, the search must find matmul results
+    that differ between slots, either with a narrower set of CPU instructions or with this CPU's own."""
     assert _elsewhere(_OTHER_INSTRUCTIONS, 1, 3, True)[1] or found_with(torch.get_num_threads(), 3, True)[1]
 
 

@@ -45,16 +45,16 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """The post-processing stage must match its fp64 formula on three matrices in each of four steps. One of the
-    matrices has rows of zeros and a nonzero initial state."""
+    """The post-processing stage (such as NorMuon) must match its fp64 formula on three matrices in each of four steps.
+    One of the matrices has rows of zeros and a nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
     arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard", torch.float64), *[torch.float64] * 6)  # type: ignore[arg-type]
     # The bound counts one rounding for each term in a sum along a row and in a sum over the rows, three roundings of
-    # the state in each of four steps, and six others. The factor 2 is for restoring the norm, which needs these
-    # roundings once more.
+    # the state in each of four steps, and six others. The factor of 2 covers restoring the matrix norm, which takes the
+    # same number of roundings.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -124,5 +124,6 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
         assert torch.equal(x[0].view(torch.uint8), together[i].view(torch.uint8)), i
         assert all(torch.equal(n.view(torch.uint8), kept[key][i].view(torch.uint8)) for key, n in of_one.items()), i
     assert not together[3].any() and together[9, 0, 0].isnan()
-    # A matrix of a single row need not change, because some variants leave single-row matrices as they are.
+    # The matrices must differ from their values before post-processing. Single-row matrices are exempt, because some
+    # variants leave them unchanged.
     assert shape[0] == 1 or not torch.equal(before[:3], together[:3])

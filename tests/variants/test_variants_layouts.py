@@ -20,8 +20,8 @@ from shardmuon.testing.pool import RankPool
 
 @quick_plans()
 def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float, str]:
-    """Compare two steps (three on 3 ranks) with a single-process run. The first step creates the variant's state, and
-    the later steps use this state."""
+    """Compare two optimizer steps (three steps if there are 3 ranks) with a single-process run. The first step creates
+    the variant's state, and the later steps use this state."""
     steps = 3 if dist.get_world_size() == 3 else 2
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
     found = Comparison.with_dense(layout, variant=variant, steps=steps, **given, **of_params)
@@ -51,9 +51,9 @@ def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, wor
 
 
 def test_what_is_kept_of_a_block_lies_at_any_place_beside_fp64_weights(world2: RankPool) -> None:
-    """On one rank, the second moment consists of 3 fp32 elements of one block followed by 8 of the next. These 8
-    elements start at byte 12, which is unaligned for fp64, the dtype of the weights. The result must still match a
-    single-process run."""
+    """On one rank, NorMuon's second moment consists of 3 fp32 elements for one block of a fused weight, followed by 8
+    for the next block. These 8 elements start at byte 12, which is unaligned for fp64, the dtype of the weights. The
+    result must still match a single-process run."""
     table = {"w": ParamCase((10, 3), "blocks of which one is wide", {"split_sizes": (2, 8)})}
     assert world2.run(_compared, "fsdp2", "normuon", table=table, dtype=torch.float64) == [(True, 0.0, "")] * 2
 
@@ -92,6 +92,7 @@ def _lost_on_one_rank(key: str, left: Any) -> None:
     ("key", "left"), [("second_moment", None), ("weight_radius", None), ("second_moment", torch.zeros(1, 3))]
 )
 def test_what_one_rank_alone_has_lost_or_changed_is_an_error_on_all(key: str, left: Any, world2: RankPool) -> None:
-    """If one rank has lost or changed its state, all ranks must raise an error. In an earlier version, a rank that had
-    lost its weight norms started a reduction in which the other ranks did not take part."""
+    """If one rank has lost or changed a variant's state, such as NorMuon's second moment, all ranks must raise an
+    error. In an earlier version, a rank that had lost its weight norms started a reduction in which the other ranks did
+    not take part."""
     world2.run(_lost_on_one_rank, key, left)

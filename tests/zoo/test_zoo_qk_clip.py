@@ -123,7 +123,7 @@ def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: 
     assert len(wanted) == 2
     for layers in (wanted, [wanted[0] * gains.repeat_interleave(len(wanted[0]) // num_groups)]):
         clip = QKClip(model, torch.optim.SGD(model.named_parameters(), lr=0.0), tau=tau)
-        # Layers that normalize queries or keys are measured but not scaled.
+        # QK-clip measures layers that normalize queries or keys, but does not scale them.
         normed = "q_norm, k_norm" if name == "Qwen3" else ""
         assert {(x.num_heads, x.num_groups, x.normed) for x in clip.layers} == {(*_HEADS.get(name, (4, 2)), normed)}
         model(_IDS).logits.sum().backward()

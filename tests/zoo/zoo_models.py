@@ -33,7 +33,7 @@ _IMAGE: dict[str, Any] = {**_ENCODER, "image_size": 32, "patch_size": 8, "num_la
 def _hf(name: str, config: str, **options: Any) -> Any:
     import transformers
 
-    # "eager" runs attention and experts in plain torch code, as written in the library's model file.
+    # The implementation "eager" runs attention and experts as plain torch code from the library's model file.
     made = getattr(transformers, config)(**options, attn_implementation="eager", experts_implementation="eager")
     return getattr(transformers, name)(made)
 
