@@ -164,7 +164,7 @@ foreach_copy_ = partial(foreach, "copy_")
 
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:  # the norms are 0-dim tensors
+) -> tuple[Tensor, ...]:  # returns 0-dim tensors
     """Compute `torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 

@@ -93,10 +93,10 @@ class _Bound(Agreed):
 
     Attributes:
         key: Cache key, which changes if the weights or their sharding change.
-        device: Device of the largest logits.
+        device: Device of the tensors with the largest logits.
         layouts: Layout of each weight, which lists the elements that each rank stores.
-        slots: Slots of the reduced vector, in order. Each slot is a tuple (layer name, number of heads, ranks over
-            which the layer's maxima are taken).
+        slots: Slots of the vector of largest logits that is reduced over ranks, in order. Each slot is a tuple (layer
+            name, number of heads, ranks over which the layer's maxima are taken).
     """
 
     slots: list[tuple[str, int, Ranks]]
@@ -277,8 +277,9 @@ class Scaler(TableCall[_Bound]):
         return _Bound(table, found), told
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
-        """Assign slots of the reduced vector to the layers, based on the mappings from layers to ranks that all ranks
-        have sent. A layer gets one slot for each set of connected ranks (see [Note: who reduces])."""
+        """Assign slots in the vector of largest logits, which is reduced over ranks, to the layers. The assignment is
+        based on the mappings from layers to ranks that all ranks have sent. A layer gets one slot for each set of
+        connected ranks (see [Note: who reduces])."""
         kept.slots = []
         for layer in sorted(set().union(*everyone)):
             connected: list[Ranks] = []
@@ -426,7 +427,7 @@ def _gains(
     maxima: Tensor,  # shape (num_heads,), fp32
     tau: float,
 ) -> Tensor:  # shape (num_groups,), fp32
-    """Compute the factor g of each key head (see [Note: the rule])."""
+    """Compute, for each key head, the factor g by which QK-clip multiplies its logits (see [Note: the rule])."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
     # Divide a tensor by a tensor: if the dividend is a Python number, torch computes number * (1 / tensor), which is
@@ -439,7 +440,7 @@ def _factors(
     gain: Tensor,  # shape (num_groups,)
     alpha: float,
 ) -> dict[Any, Tensor]:
-    """Compute the factors for each role. The roles "q" and "q_pe" have one factor per query head, "k" has one per key
-    head, and "" has a single factor of 1."""
+    """Compute the factors by which weight rows of each role are multiplied. The roles "q" and "q_pe" have one factor
+    per query head, "k" has one per key head, and "" has a single factor of 1."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
     return {"": gain.new_ones(1), "q": of_head.pow(alpha), "q_pe": of_head, "k": gain.pow(1.0 - alpha)}

@@ -123,8 +123,8 @@ class _Preset:
 
 
 def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
-    """Make view options for a weight that consists of parts with the given sizes, in this order. The whole sequence of
-    parts occurs `repeats` times."""
+    """Make the `matrix_view` options for a weight that consists of parts with the given sizes, in this order. The whole
+    sequence of parts occurs `repeats` times."""
     groups = {"split_groups": int(repeats)} if repeats > 1 else {}
     return {**view, "split_sizes": tuple(map(int, sizes)), **groups}
 
@@ -148,8 +148,8 @@ def _stack(experts: Any, _: Ints) -> _View:
 
 
 def _gate_up(experts: Any, shape: Ints) -> _View:
-    """Make view options for the fused gate and up projections of experts. The two projections are stored either one
-    after the other or interleaved."""
+    """Make the `matrix_view` options for the fused gate and up projections of experts. The two projections are stored
+    either one after the other or interleaved."""
     view = _stack(experts, shape)
     size = shape[2 if "transposed" in view else 1] // 2
     by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
