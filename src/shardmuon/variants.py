@@ -113,10 +113,9 @@ class Norms:
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    # Sum each tensor's values separately for each matrix. Each tensor has one value per row or column of every matrix.
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:
-        """Sum over the lines (rows or columns) of each matrix, separately for each of several tensors that have one
-        number per line."""
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) give tensors (B, 1)
+        """Sum each tensor's values separately for each matrix. Each tensor has one value per row or column of every
+        matrix."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
@@ -311,13 +310,13 @@ class MuonEq(BeforeStage):
         if x.device.type == "cpu":
             norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
-            if float(low) > _LOW and float(high) < _HIGH:  # the condition is False if any norm is 0 or NaN
+            if float(low) > _LOW and float(high) < _HIGH:  # false if the norm of any row is 0 or NaN
                 x.mul_(norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
                 return
         _unit_anyway_(x)
 
 
-def _unit_anyway_(x: Tensor) -> None:  # false if the norm of any row is 0 or NaN
+def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     """Divide each row by its norm and by the square root of the number of nonzero rows, in place. The result is correct
     for values of any magnitude, and the function does not synchronize with the device.
 

@@ -28,7 +28,7 @@ from shardmuon.momentum.stores import (
 
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of AdamW's state, which also contains "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of AdamW's optimizer state, in addition to "step"
 
 
 class Keeper:

@@ -167,7 +167,7 @@ _LEVELS = 127
 
 
 def step_stored_(
-    stored: Sequence[Tensor],  # either (bf16 momentum,) or (int8 codes, scales), on any device; updated in place
+    stored: Sequence[Tensor],  # (bf16 momentum,) or (int8 codes of momentum, scales), any device; updated in place
     grad: Tensor,  # gradient with the shape of stored[0], not changed
     out: Tensor | None,  # tensor with the shape of `grad`, overwritten with the orthogonalization's input
     *,

@@ -115,7 +115,8 @@ _ACCELERATOR_FULL = 3 << 20
 
 
 def batch_size(rows: int, cols: int, device: torch.device) -> int:
-    """Return the batch size, a power of two, for matrices of this shape on this type of device."""
+    """Return the number of matrices to orthogonalize in one batch, a power of two, for matrices of this shape on this
+    type of device."""
     short, long = min(rows, cols), max(rows, cols)
     wanted = _ACCELERATOR_FULL // (short * short)
     if device.type == "cpu":
@@ -244,8 +245,8 @@ class Products:
 
 
 def _mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply half-precision matrices, or batches of matrices, with an fp32 result. Since torch 2.8 to 2.13 supports
-    `out_dtype` only on CUDA, the operands are converted to fp32 on other devices."""
+    """Multiply half-precision matrices, or batches of matrices, with an fp32 result. On devices other than CUDA, the
+    operands are converted to fp32, because torch (2.8 .. 2.13) supports `out_dtype` only on CUDA."""
     if left.is_cuda:
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -375,7 +376,7 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # returns a 0-d
 def _near_one(x: Tensor) -> Tensor:
     """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # multiply by two powers of two, since a single one could overflow or underflow
+    half = exponent // 2  # split the power of two into two factors, since it could overflow or underflow by itself
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
@@ -480,9 +481,10 @@ def _gram_newton_schulz(
         before = _factor_of(products.operand(wide), first, products)
         after = _factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=_square_of(before))
-        del wide, before, after  # free memory for `_times`, which needs as much memory as all earlier products
-        # If X is tall, transpose the factor, since (Q X)^T = X^T Q^T. The factor is a product of two symmetric matrices
-        # and is symmetric only up to rounding.
+        # free memory for the product in `_times`, which needs as much memory as all earlier products
+        del wide, before, after
+        # If X is tall, transpose the matrix Q, since (Q X)^T = X^T Q^T. Q is a product of two symmetric matrices and is
+        # symmetric only up to rounding.
         return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
         gram = products.symmetric_mm(*_sides(y), out=_square_of(y))

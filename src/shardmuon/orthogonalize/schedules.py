@@ -63,7 +63,7 @@ class Schedule:
         grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        # the condition for good outputs is negated, instead of testing for bad ones, so that NaN counts as bad
+        # negate the test for good outputs, instead of testing for bad outputs, so that NaN counts as bad
         bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))
         if not bad.size:
             return None
