@@ -328,7 +328,7 @@ class Settings:
         given_lr: The group's learning rate as the user set it: a float or a tensor.
         coefficients: One triple (a, b, c) for each Newton-Schulz step.
         cautious: True if an element of a weight decays only where decay and update have the same direction.
-        stages: Stages of the group's variant.
+        stages: Computations (stages) that the group's variant of Muon adds to a step.
         view: The options that define which matrices a parameter holds (`VIEW_DEFAULTS`).
         batch: Printed form of the options that must be equal for all matrices of a batch, and on all ranks that share a
             plan.

@@ -165,8 +165,8 @@ def _line_norms(
 
 
 class Stage:
-    """Base class of stages, the computations that variants add to a step. Stages with equal `repr` are treated as
-    equal: ranks compare stages by `repr`, and matrices can share a batch only if the `repr`s of their stages are equal.
+    """Base class of stages, the computations that variants of Muon add to a step. Stages with equal `repr` are treated
+    as equal: ranks compare stages by `repr`, and matrices can share a batch only if their stages have equal `repr`s.
 
     Attributes:
         key: Key of the stage's state in the optimizer's state; "" for a stage without state.
@@ -187,8 +187,8 @@ class Stage:
 
 
 class BeforeStage(Stage):
-    """Stage that transforms the input of the orthogonalization, which consists of whole matrices of one shape. Such a
-    stage has no state."""
+    """Base class of stages (computations that variants of Muon add to a step) that transform the input of the
+    orthogonalization. The input consists of whole matrices of one shape. These stages have no state."""
 
     def run_(
         self,
@@ -204,8 +204,8 @@ class BeforeStage(Stage):
 
 
 class AfterStage(Stage):
-    """Stage that multiplies each orthogonalized matrix, or each line of the matrix, by a factor. Lines are the rows of
-    a matrix with rows >= cols, else its columns.
+    """Base class of post-processing stages (such as NorMuon), which multiply each orthogonalized matrix, or each line
+    of the matrix, by a factor. Lines are the rows of a matrix with rows >= cols, else its columns.
 
     The factors of all stages after the orthogonalization are computed from one read of the matrix and applied in one
     pass (`scaled_`).
@@ -267,8 +267,9 @@ def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the r
 
 
 class WeightStage(Stage):
-    """Stage that multiplies each weight matrix by a factor after the update. A variant has at most one such stage.
-    In each step, ranks that share several matrices compute the norms of all of them in a single reduction.
+    """Base class of stages (such as Hyperball's) that multiply each weight matrix by a factor after the update. A
+    variant of Muon has at most one such stage. In each step, ranks that share several matrices compute the norms of all
+    of these matrices in a single reduction.
 
     The state is one number per matrix: the norm of the matrix before the first step, or 0 while this norm is unknown.
     The state is not sent between ranks, because every rank computes it from the same bits.

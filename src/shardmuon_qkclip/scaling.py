@@ -78,8 +78,8 @@ class _Target(NamedTuple):
     engine: Engine
 
     def key(self) -> object:
-        """Return this weight's part of the layout table's cache key. The key changes whenever the table must be
-        rebuilt."""
+        """Return this weight's part of the cache key of the layout table, which lists the elements that each rank
+        stores. The key changes whenever the table must be rebuilt."""
         stored, group = self.weight.stored, self.weight.group
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
@@ -115,8 +115,8 @@ class _Bound(Agreed):
                 )
 
     def own_slots(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return this rank's slot for each layer, by layer name. The slots are views of `flat`, the vector of all
-        slots."""
+        """Return a dict from layer name to this rank's slot: the view of `flat`, the vector of all slots, in which this
+        rank stores the layer's largest logits."""
         parts = flat.split([num_heads for _, num_heads, _ in self.slots])
         return {name: part for (name, _, ranks), part in zip(self.slots, parts, strict=True) if my_rank() in ranks}
 
@@ -378,7 +378,7 @@ class Scaler(TableCall[_Bound]):
             )
 
     def _one_listed(self, target: _Target) -> Listed:
-        """Make a weight's entry in the layout table.
+        """Make a weight's entry in the layout table, which lists the elements that each rank stores.
 
         Raises:
             ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.

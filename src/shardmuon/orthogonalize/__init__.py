@@ -577,7 +577,8 @@ def products_dtype(method: str, given: torch.dtype | None, device: torch.device)
 
 
 def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, device: torch.device) -> int:
-    """Count the floating point operations in a method's matrix products, for one rows x cols matrix.
+    """Count the floating point operations that an orthogonalization method needs for one rows x cols matrix. Only
+    matrix products are counted.
 
     Operations are counted as in the tables published with Gram Newton-Schulz. For m <= n and k quintic steps on an
     accelerator, the count is 4 k m^2 n + 2 k m^3 for "standard", and 4 m^2 n + (8 k - 6) m^3 for "gram" without

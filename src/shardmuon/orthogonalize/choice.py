@@ -52,7 +52,7 @@ class Choice:
         coefficients: Triples,
         device: torch.device,
     ) -> Choice:
-        """Choose the method and dtype for one matrix.
+        """Choose the orthogonalization method and dtype for one matrix.
 
         Args:
             method: The user's method for all matrices, or "auto".

@@ -49,7 +49,7 @@ class Role:
             "unknown", an error text that describes the problem and its solution.
         view: Options of `matrix_view` that read the parameter as matrices. Parameters that are assigned to AdamW by
             default can have such options as well, because the user can assign them to Muon.
-        reads: Numbers of input features of the parameter, as far as they are known.
+        reads: Sizes of a layer's input dims, or the width of a norm or an embedding; empty if unknown.
         decays: True if AdamW applies weight decay to the parameter, provided that the parameter is not 1-D.
         remark: Addition to the reason, such as a "fused?" hint, for parameters that are assigned to Muon by default.
     """

@@ -49,7 +49,7 @@ class Place(NamedTuple):
     """One place of a parameter in a model. A shared parameter has several places.
 
     Attributes:
-        order: Position in model order.
+        order: Position of this place in model order.
         name: Full name of the parameter, without the parts that wrappers add, so that an override matches whether or
             not the model is wrapped.
         leaf: Attribute name of the parameter in its module; for a parametrized weight, the name of the weight.
