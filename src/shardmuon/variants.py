@@ -21,7 +21,7 @@ run in the order in which `variant` names them.
 [Note: state of stages]
     A stage that runs after the orthogonalization or on weights can store `num_kept` fp32 numbers per matrix from one
     step to the next. These numbers are in the optimizer's state, under the stage's `key`, as a tensor of shape (number
-    of stacked matrices or 1, num_kept), see layout/mesh.py. Every rank that shares the parameter stores all of these
+    of stacked matrices or 1, num_kept). See layout/mesh.py. Every rank that shares the parameter stores all of these
     numbers, so that any of these ranks can become the owner under another plan, with another sharding, or after a
     checkpoint is loaded. If the stage's `travels` is True, the owner sends the changed numbers to the other ranks, bit
     for bit, in the same exchange as the results. State that all ranks compute identically, such as the state of stages

@@ -185,8 +185,8 @@ def param_groups(
     Args:
         model: The model, not just its parameters, because only modules show what a parameter is.
         lr: Learning rate of Muon's groups. Required.
-        adamw_lr: Learning rate of AdamW's groups. Default: the value at which AdamW's updates are as large as Muon's,
-            see docs/learning_rate.md; the table shows it as a multiple of `lr`.
+        adamw_lr: Learning rate of AdamW's groups. Default: the value at which AdamW's updates are as large as Muon's
+            (see docs/learning_rate.md). The routing table shows this value as a multiple of `lr`.
         weight_decay: Weight decay of matrices, embeddings and heads. Other parameters get 0; to change this, edit the
             returned groups.
         adjust_lr_fn: Learning-rate scale of Muon's groups (see `shardmuon.Muon`). If None, the groups use the
