@@ -63,8 +63,8 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-# Dict from device type to the object with torch's matmul settings, and the values of its attributes that disable
-# reduced precision.
+# For each device type, the object that has torch's settings for matrix products, and the settings that disable reduced
+# precision.
 _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     # type checkers do not know the attributes of torch.backends.mkldnn
     "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),
@@ -164,7 +164,7 @@ foreach_copy_ = partial(foreach, "copy_")
 
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:  # the norms are 0-dim tensors
+) -> tuple[Tensor, ...]:  # returns 0-dim tensors
     """Compute `torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
@@ -200,7 +200,7 @@ class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
     the copy was synchronous, as for tensors on CPUs and on devices for which torch has no events (MPS)."""
 
     def send(self, about: _T, value: Tensor) -> None:
-        """Start to copy a tensor to the host. `about` is the object that `arrived` returns with the copy."""
+        """Start copying a tensor to the host. `about` is the object that `arrived` returns with the copy."""
         module: Any = torch.get_device_module(value.device)
         make: Any = None if value.device.type == "cpu" else getattr(module, "Event", None)
         if make is None:

@@ -95,7 +95,7 @@ class Core:
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # None: the optimizer makes a keeper from `config`
+        keeper: Keeper | None = None,  # if None, the optimizer makes the keeper of stored momentum from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -219,7 +219,7 @@ class Core:
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
-        if isinstance(error, AuditError):  # after an audit error, later groups of this step are not updated
+        if isinstance(error, AuditError):  # an audit error ends the step before its later groups are updated
             self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
         # if an earlier error is recorded, the connections to other ranks are already closed
@@ -340,7 +340,7 @@ class StepCall(TableCall[Binding]):
         if core.zeros:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        # `due` is slow to compute, so the first condition skips it for optimizers that never run audits
+        # `audits.due` is slow to compute, so the first condition skips it for optimizers that never run audits
         if (audits.every or audits.asked) and audits.due:
             self._due, flags = audits.due_text(), Flag.AUDIT
         self.proposal = validate(kept, core, self.options)

@@ -167,13 +167,14 @@ _CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 # Dict from a value of `adjust_lr_fn` to the function that computes the factor for lr from the shape (rows, cols) of a
 # matrix. docs/learning_rate.md explains the formulas, and lists libraries that use the same names for other formulas.
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
-    # the scale of Keller Jordan's Muon, and of torch.optim.Muon with "original"
+    # the learning-rate scale of Keller Jordan's Muon, and of torch.optim.Muon with adjust_lr_fn="original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
-    # the scale of Moonlight (arXiv 2502.16982), and of torch.optim.Muon with "match_rms_adamw"
+    # the learning-rate scale of Moonlight (arXiv 2502.16982), and of torch.optim.Muon with
+    # adjust_lr_fn="match_rms_adamw"
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
-    # the scale that Emerging-Optimizers, Megatron-LM and TransformerEngine call "spectral"
+    # the learning-rate scale that Emerging-Optimizers, Megatron-LM and TransformerEngine call "spectral"
     "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
-    # the scale that Emerging-Optimizers calls "unit_rms_norm"
+    # the learning-rate scale that Emerging-Optimizers calls "unit_rms_norm"
     "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
     "none": lambda rows, cols: 1.0,
 }
@@ -186,7 +187,7 @@ VIEW_DEFAULTS: dict[str, Any] = {
 # Group options whose values are process groups and that apply only to plain (not DTensor) tensors. Checkpoints do not
 # contain these options, because a checkpoint can be loaded with another sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
-# These defaults must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change
+# AdamW's defaults must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change
 # betas[0] instead of momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 _MUON_OPTIONS = (
@@ -327,7 +328,7 @@ class Settings:
         given_lr: The group's learning rate as the user set it: a float or a tensor.
         coefficients: One triple (a, b, c) for each Newton-Schulz step.
         cautious: True if an element of a weight decays only where decay and update have the same direction.
-        stages: Stages of the group's variant.
+        stages: Computations (stages) that the group's variant of Muon adds to a step.
         view: The options that define which matrices a parameter holds (`VIEW_DEFAULTS`).
         batch: Printed form of the options that must be equal for all matrices of a batch, and on all ranks that share a
             plan.

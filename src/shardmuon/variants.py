@@ -21,7 +21,7 @@ run in the order in which `variant` names them.
 [Note: state of stages]
     A stage that runs after the orthogonalization or on weights can store `num_kept` fp32 numbers per matrix from one
     step to the next. These numbers are in the optimizer's state, under the stage's `key`, as a tensor of shape (number
-    of stacked matrices or 1, num_kept), see layout/mesh.py. Every rank that shares the parameter stores all of these
+    of stacked matrices or 1, num_kept). See layout/mesh.py. Every rank that shares the parameter stores all of these
     numbers, so that any of these ranks can become the owner under another plan, with another sharding, or after a
     checkpoint is loaded. If the stage's `travels` is True, the owner sends the changed numbers to the other ranks, bit
     for bit, in the same exchange as the results. State that all ranks compute identically, such as the state of stages
@@ -65,8 +65,8 @@ from shardmuon._torch import foreach_copy_, foreach_norm
 
 
 def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # the result has shape (count, size plus padding)
-    """Allocate uninitialized rows, with the dtype of `like` but at least fp32. Rows are padded so that each starts at a
-    multiple of 64 bytes."""
+    """Allocate an uninitialized 2-D tensor, with the dtype of `like` but at least fp32. Its rows are padded so that
+    each starts at a multiple of 64 bytes."""
     wide = torch.promote_types(like.dtype, torch.float32)
     return torch.empty(count, -(-size // 16) * 16, dtype=wide, device=like.device)
 
@@ -114,15 +114,15 @@ class Norms:
         return self._whole
 
     def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) give tensors (B, 1)
-        """Sum over the lines (rows or columns) of each matrix, separately for each of several tensors that have one
-        number per line."""
+        """Sum each tensor's values separately for each matrix. Each tensor has one value per row or column of every
+        matrix."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
 
     def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or (B, P)
-        """Update the norms after a multiplication of the matrices by `factor`, which has one number per matrix or per
-        line (row or column)."""
+        """Update the norms to account for a multiplication of the matrices by `factor`, which has one number per matrix
+        or per line (row or column)."""
         if self.means is not None:
             self.means = factor.square() * self.means
         of_lines = factor.shape[1] > 1
@@ -165,8 +165,8 @@ def _line_norms(
 
 
 class Stage:
-    """Base class of stages, the computations that variants add to a step. Stages with equal `repr` are treated as
-    equal: ranks compare stages by `repr`, and matrices can share a batch only if the `repr`s of their stages are equal.
+    """Base class of stages, the computations that variants of Muon add to a step. Stages with equal `repr` are treated
+    as equal: ranks compare stages by `repr`, and matrices can share a batch only if their stages have equal `repr`s.
 
     Attributes:
         key: Key of the stage's state in the optimizer's state; "" for a stage without state.
@@ -187,8 +187,8 @@ class Stage:
 
 
 class BeforeStage(Stage):
-    """Stage that transforms the input of the orthogonalization, which consists of whole matrices of one shape. Such a
-    stage has no state."""
+    """Base class of stages (computations that variants of Muon add to a step) that transform the input of the
+    orthogonalization. The input consists of whole matrices of one shape. These stages have no state."""
 
     def run_(
         self,
@@ -204,8 +204,8 @@ class BeforeStage(Stage):
 
 
 class AfterStage(Stage):
-    """Stage that multiplies each orthogonalized matrix, or each line of the matrix, by a factor. Lines are the rows of
-    a matrix with rows >= cols, else its columns.
+    """Base class of post-processing stages (such as NorMuon), which multiply each orthogonalized matrix, or each line
+    of the matrix, by a factor. Lines are the rows of a matrix with rows >= cols, else its columns.
 
     The factors of all stages after the orthogonalization are computed from one read of the matrix and applied in one
     pass (`scaled_`).
@@ -267,8 +267,9 @@ def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the r
 
 
 class WeightStage(Stage):
-    """Stage that multiplies each weight matrix by a factor after the update. A variant has at most one such stage.
-    In each step, ranks that share several matrices compute the norms of all of them in a single reduction.
+    """Base class of stages (such as Hyperball's) that multiply each weight matrix by a factor after the update. A
+    variant of Muon has at most one such stage. In each step, ranks that share several matrices compute the norms of all
+    of these matrices in a single reduction.
 
     The state is one number per matrix: the norm of the matrix before the first step, or 0 while this norm is unknown.
     The state is not sent between ranks, because every rank computes it from the same bits.
@@ -306,11 +307,11 @@ class MuonEq(BeforeStage):
     """
 
     def run_(self, x: Tensor) -> None:
-        # on CPUs, this fast path saves 3% of the time of a step on a model of width 384 with fp32 products
+        # On CPUs, this fast path reduces the time of a step by 3% on a model of width 384 with fp32 products.
         if x.device.type == "cpu":
             norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
-            if float(low) > _LOW and float(high) < _HIGH:  # the condition is False if any norm is 0 or NaN
+            if float(low) > _LOW and float(high) < _HIGH:  # false if the norm of any row is 0 or NaN
                 x.mul_(norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
                 return
         _unit_anyway_(x)

@@ -58,7 +58,8 @@ class LogitReport(NamedTuple):
 
     @property
     def num_clipped(self) -> int:
-        """Number of key heads whose weights were scaled. Reading this property synchronizes with the accelerator."""
+        """Number of key heads whose weights were scaled after the last measured step. Reading this property
+        synchronizes with the accelerator."""
         return sum(int((layer.gains < 1.0).sum()) for layer in self.layers)
 
     def __str__(self) -> str:
@@ -154,8 +155,8 @@ class QKClip:
             self._scaler.find()
         # dict from layer name to the largest logit of each head since the last step
         self._pending: dict[str, Tensor] = {}
-        # True if the largest logits of this training step have been reduced over ranks; a framework can call step()
-        # several times per training step
+        # True if the largest logits of this training step have already been reduced over ranks. A framework can call
+        # step() several times per training step.
         self._has_reduced = False
         self._num_steps, self.report = 0, LogitReport(0, tau)
         self._handles: list[Any] = []

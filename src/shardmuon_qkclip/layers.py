@@ -73,11 +73,11 @@ class Rows:
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
     def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # one factor per row, shape (num(),)
-        """Compute the factor of each row.
+        """Expand the scaling factors of heads to one factor per row of the weight.
 
         Args:
-            of_heads: Dict from role to the factor of each head, in order. All heads of a role have the same number of
-                rows.
+            of_heads: Dict from role to a tensor with the factors of all heads, in order. All heads of a role have the
+                same number of rows.
         """
         parts = [(of_heads[role], self.repeats * size) for role, size in self.parts]
         columns = [heads.repeat_interleave(num // len(heads)).view(self.repeats, -1) for heads, num in parts]
@@ -138,8 +138,9 @@ class Attention:
 
 _DEEPSEEK = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MEGATRON = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-# Each entry gives the names of the modules that project queries and keys. For latent attention, it also gives the names
-# of the attributes that hold the sizes of a head's non-rotary part, rotary part and value.
+# Supported pairs of projections. Each entry gives the names of the modules that project queries and keys. For latent
+# attention, it also gives the names of the attributes that hold the sizes of a head's non-rotary part, rotary part and
+# value.
 _PAIRS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("q_b_proj", "kv_b_proj", _DEEPSEEK),
     ("q_proj", "kv_b_proj", _DEEPSEEK),

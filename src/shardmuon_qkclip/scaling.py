@@ -78,8 +78,8 @@ class _Target(NamedTuple):
     engine: Engine
 
     def key(self) -> object:
-        """Return this weight's part of the layout table's cache key. The key changes whenever the table must be
-        rebuilt."""
+        """Return this weight's part of the cache key of the layout table, which lists the elements that each rank
+        stores. The key changes whenever the table must be rebuilt."""
         stored, group = self.weight.stored, self.weight.group
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
@@ -93,10 +93,10 @@ class _Bound(Agreed):
 
     Attributes:
         key: Cache key, which changes if the weights or their sharding change.
-        device: Device of the largest logits.
+        device: Device of the tensors with the largest logits.
         layouts: Layout of each weight, which lists the elements that each rank stores.
-        slots: Slots of the reduced vector, in order. Each slot is a tuple (layer name, number of heads, ranks over
-            which the layer's maxima are taken).
+        slots: Slots of the vector of largest logits that is reduced over ranks, in order. Each slot is a tuple (layer
+            name, number of heads, ranks over which the layer's maxima are taken).
     """
 
     slots: list[tuple[str, int, Ranks]]
@@ -115,8 +115,8 @@ class _Bound(Agreed):
                 )
 
     def own_slots(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return this rank's slot for each layer, by layer name. The slots are views of `flat`, the vector of all
-        slots."""
+        """Return a dict from layer name to this rank's slot: the view of `flat`, the vector of all slots, in which this
+        rank stores the layer's largest logits."""
         parts = flat.split([num_heads for _, num_heads, _ in self.slots])
         return {name: part for (name, _, ranks), part in zip(self.slots, parts, strict=True) if my_rank() in ranks}
 
@@ -277,8 +277,9 @@ class Scaler(TableCall[_Bound]):
         return _Bound(table, found), told
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
-        """Assign slots of the reduced vector to the layers, based on the mappings from layers to ranks that all ranks
-        have sent. A layer gets one slot for each set of connected ranks (see [Note: who reduces])."""
+        """Assign slots in the vector of largest logits, which is reduced over ranks, to the layers. The assignment is
+        based on the mappings from layers to ranks that all ranks have sent. A layer gets one slot for each set of
+        connected ranks (see [Note: who reduces])."""
         kept.slots = []
         for layer in sorted(set().union(*everyone)):
             connected: list[Ranks] = []
@@ -377,7 +378,7 @@ class Scaler(TableCall[_Bound]):
             )
 
     def _one_listed(self, target: _Target) -> Listed:
-        """Make a weight's entry in the layout table.
+        """Make a weight's entry in the layout table, which lists the elements that each rank stores.
 
         Raises:
             ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.
@@ -426,7 +427,7 @@ def _gains(
     maxima: Tensor,  # shape (num_heads,), fp32
     tau: float,
 ) -> Tensor:  # shape (num_groups,), fp32
-    """Compute the factor g of each key head (see [Note: the rule])."""
+    """Compute, for each key head, the factor g by which QK-clip multiplies its logits (see [Note: the rule])."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
     # Divide a tensor by a tensor: if the dividend is a Python number, torch computes number * (1 / tensor), which is
@@ -439,7 +440,7 @@ def _factors(
     gain: Tensor,  # shape (num_groups,)
     alpha: float,
 ) -> dict[Any, Tensor]:
-    """Compute the factors for each role. The roles "q" and "q_pe" have one factor per query head, "k" has one per key
-    head, and "" has a single factor of 1."""
+    """Compute the factors by which weight rows of each role are multiplied. The roles "q" and "q_pe" have one factor
+    per query head, "k" has one per key head, and "" has a single factor of 1."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
     return {"": gain.new_ones(1), "q": of_head.pow(alpha), "q_pe": of_head, "k": gain.pow(1.0 - alpha)}

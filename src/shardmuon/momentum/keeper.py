@@ -28,7 +28,7 @@ from shardmuon.momentum.stores import (
 
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of AdamW's state, which also contains "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of AdamW's optimizer state, in addition to "step"
 
 
 class Keeper:
@@ -144,9 +144,9 @@ class Keeper:
 
     @staticmethod
     def check_coded(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, without the parameter's name, if the codes and scales of 8-bit momentum do not fit each
-        other or the parameter. The shape of the codes is checked elsewhere, because stored momentum of every dtype
-        needs that check."""
+        """Raise ValueError if the codes and scales of 8-bit momentum do not match each other or the parameter. The
+        message does not name the parameter. The shape of the codes is checked elsewhere, because stored momentum of
+        every dtype needs that check."""
         buffer, scale = state.get(BUFFER), state.get(SCALE)
         coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
         if not coded and scale is None:
@@ -192,8 +192,8 @@ class Keeper:
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a dict with the local tensors of a parameter's momentum and, for 8-bit momentum, its scales. The keys are
-    those of the parameter's state. Tensors that do not exist yet are left out."""
+    """Return a dict from state key to this rank's local tensor, for a parameter's momentum and, if momentum is stored
+    as 8-bit codes, its scales. Tensors that do not exist yet are left out."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
 
 

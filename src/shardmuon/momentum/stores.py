@@ -42,7 +42,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # this constant, used in place of random bits, rounds to nearest
+_NEAREST = 0x8000  # if used in place of 16 random bits, this constant rounds a number to nearest
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Stream:
             purpose: "momentum" or "weights".
             step: Number of the step, counted from 1.
             cols: Number of columns of the parameter's widest matrix. This number is not part of the hash, but
-                determines which counters each row uses.
+                determines which counters of the random number generator each row uses.
         """
         text = repr((0, identity, purpose, step))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -77,7 +77,7 @@ class Stream:
     # returns int32 numbers in [0, 2**16), with shape patch.sizes
     def bits(self, patch: Patch, device: torch.device) -> Tensor:
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
-        # dims of the patch along which the column index changes
+        # dims of the patch along which the matrix's column index changes
         along = [d for d, step in enumerate(patch.cols) if step]
         across = [d for d, step in enumerate(patch.cols) if not step]
         per_row = -(-self.cols // _LANES)
@@ -167,7 +167,7 @@ _LEVELS = 127
 
 
 def step_stored_(
-    stored: Sequence[Tensor],  # either (bf16 momentum,) or (int8 codes, scales), on any device; updated in place
+    stored: Sequence[Tensor],  # (bf16 momentum,) or (int8 codes of momentum, scales), any device; updated in place
     grad: Tensor,  # gradient with the shape of stored[0], not changed
     out: Tensor | None,  # tensor with the shape of `grad`, overwritten with the orthogonalization's input
     *,

@@ -99,22 +99,24 @@ MethodName = Literal["auto", "standard", "gram", "torch"]
 
 # ----------------------------------------------------------------------------------------------------------- batches
 
-_ALIGNMENT = 64  # alignment of the matrices in a batch: each starts at a multiple of this number of bytes
+_ALIGNMENT = 64  # alignment in bytes: every matrix in a batch starts at a multiple of this number
 
-# Target number of multiplications in one Newton-Schulz step on a whole batch on a CPU. In measurements in fp32
-# on an AVX2 CPU, a batch of 64 matrices takes 1/9 (16 x 32), 1/3 (32 x 64) or 2/3 (64 x 64) of the time that 64
-# separate matrices take. A single matrix in a padded batch takes 0.7 to 1 ms, 2.6 to 3.5 times as long as without
-# padding. Batches of two matrices save no time.
+# Target number of multiplications in one Newton-Schulz step on a whole batch on a CPU. In measurements in fp32 on an
+# AVX2 CPU, a batch of 64 matrices took 1/9 (for 16 x 32 matrices), 1/3 (32 x 64) or 2/3 (64 x 64) of the time that 64
+# separate matrices took. A single matrix in a padded batch took 0.7 to 1 ms, 2.6 to 3.5 times as long as without
+# padding. Batches of two matrices saved no time.
 _CPU_WORK = 1 << 22
 _CPU_LEAST, _LARGEST = 4, 64
-# Number of elements in the Gram matrices of a batch that keeps a whole accelerator busy (130 SMs, each of which
-# computes 128 x 128 elements). A batch up to this size takes hardly longer than one matrix. The number includes a
-# factor of 1.5. With this factor, rounding the batch size down to a power of two gives the nearest power of two.
+# Total number of elements in the Gram matrices of a batch that is just large enough to keep a whole accelerator busy
+# (130 SMs, each of which computes 128 x 128 elements). A batch up to this size takes hardly longer than a single
+# matrix. The number includes a factor of 1.5, so that rounding the batch size down to a power of two gives the nearest
+# power of two.
 _ACCELERATOR_FULL = 3 << 20
 
 
 def batch_size(rows: int, cols: int, device: torch.device) -> int:
-    """Return the batch size, a power of two, for matrices of this shape on this type of device."""
+    """Return the number of matrices to orthogonalize in one batch, a power of two, for matrices of this shape on this
+    type of device."""
     short, long = min(rows, cols), max(rows, cols)
     wanted = _ACCELERATOR_FULL // (short * short)
     if device.type == "cpu":
@@ -149,13 +151,15 @@ def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- products
 
 _HALVES = (torch.float16, torch.bfloat16)
-# fp16 has 11-bit significands, so multiplying fp16's rounding errors by this factor brings them into fp16's range
+# Scale of the low part when an fp32 matrix is split into the sum of two half-precision matrices. fp16 has 11-bit
+# significands, so multiplying fp16's rounding errors by 2^11 brings them into fp16's range.
 _SPLIT = 2.0**11
-_MAX_BLOCKS = 4  # 4 row blocks compute 10/16 of a symmetric product, and even 8 would compute 36/64 of it
-# Number of FLOPs that one thread executes in time 2c, where c is the overhead of one row block (see [Note: number
-# of blocks]).
+# maximum number of row blocks of a symmetric product: 4 compute 10/16 of it, and even 8 would compute 36/64
+_MAX_BLOCKS = 4
+# Number of FLOPs that one CPU thread executes in time 2c, for each dtype. c is the overhead of each row block into
+# which a symmetric product is split (see [Note: number of blocks]).
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
-_OVERHEAD_AMX = 120e6  # number of bf16 FLOPs that one thread of a CPU with AMX executes in time 2c
+_OVERHEAD_AMX = 120e6  # value of `_OVERHEAD` for bf16 on a CPU with AMX
 
 
 class Products:
@@ -163,9 +167,9 @@ class Products:
 
     `mm(left, right, out=)` computes left @ right, and `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta *
     base + alpha * left @ right, for single matrices or batches from `empty_batch`. `symmetric_mm` and `symmetric_addmm`
-    do the same for symmetric results (and a symmetric base); where that is faster, they compute one half and mirror it.
-    All four write to `out`, which is also from `empty_batch` and must not be an operand, and return it. Where torch's
-    own functions suffice, the attributes are simply these functions.
+    do the same for symmetric results (and a symmetric base). For large products on CPUs, they compute one half of the
+    result and mirror it. All four functions write to `out` and return `out`, which is also from `empty_batch` and must
+    not be an operand. Where torch's own functions suffice, the attributes are simply these functions.
 
     Attributes:
         dtype: Dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
@@ -212,7 +216,7 @@ class Products:
         """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
         if self.operands in _HALVES:
             return _mm_to_fp32(*_sides(x))
-        # `wide` multiplies in fp32 or fp64, so its results are not rounded to half precision
+        # The `Products` object `wide` computes in fp32 or fp64, so its results are not rounded to half precision.
         wide = Products(x.shape, x.device, self.operands)
         return wide.symmetric_mm(*_sides(x), out=_square_of(x))
 
@@ -228,7 +232,7 @@ class Products:
         """
         if self.operands in _HALVES:
             return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        # `wide` multiplies in fp32 or fp64, so its results are not rounded to half precision
+        # The `Products` object `wide` computes in fp32 or fp64, so its results are not rounded to half precision.
         wide = Products(middle.shape, middle.device, self.operands)
         half_way = wide.mm(factor, middle, out=_square_of(middle))
         return self.operand(wide.symmetric_mm(half_way, factor.mT, out=_square_of(middle)))
@@ -241,8 +245,8 @@ class Products:
 
 
 def _mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Compute left @ right of half-precision matrices or batches, with a result in fp32. Since torch 2.8 to 2.13
-    supports `out_dtype` only on CUDA, the operands are converted to fp32 on other devices."""
+    """Multiply half-precision matrices, or batches of matrices, with an fp32 result. On devices other than CUDA, the
+    operands are converted to fp32, because torch (2.8 .. 2.13) supports `out_dtype` only on CUDA."""
     if left.is_cuda:
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -313,9 +317,9 @@ def _by_blocks(
 
 # ----------------------------------------------------------------------------------------------------- normalization
 
-# If a norm is within these bounds, underflow and overflow did not change it. A square that underflows in fp32 is below
-# 2^-126, so even 2^36 such squares add up to less than 2^-90. This is 2^-30 of the smallest squared norm, 2^-60, and
-# below the resolution of fp32. The largest squared norm, 2^80, is far from overflow.
+# Bounds between which underflow and overflow cannot have changed a norm computed in fp32. A square that underflows in
+# fp32 is below 2^-126, so even 2^36 such squares add up to less than 2^-90. This is 2^-30 of the smallest squared norm,
+# 2^-60, and below the resolution of fp32. The largest squared norm, 2^80, is far from overflow.
 _LOW, _HIGH = 2.0**-30, 2.0**40
 _LEAST = 2.0**-1000  # lower bound for norms, smaller than the norm of any nonzero fp32 matrix
 # Chunk size in elements. torch sums fewer than 2^15 elements on one thread, so the bits of a chunk's norm do not depend
@@ -372,7 +376,7 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # returns a 0-d
 def _near_one(x: Tensor) -> Tensor:
     """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # multiply by two powers of two, since a single one could overflow or underflow
+    half = exponent // 2  # split the power of two into two factors, since it could overflow or underflow by itself
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
@@ -387,7 +391,7 @@ def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
     # If a norm is 0, its reciprocal becomes a finite number, so that a zero matrix stays zero. If a norm is infinite or
     # NaN, its reciprocal becomes NaN.
     norm = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST)
-    return torch.mul(x, norm.reciprocal_(), out=out)  # this multiplication computes in fp64 and rounds once
+    return torch.mul(x, norm.reciprocal_(), out=out)  # `torch.mul` computes the product in fp64 and rounds it once
 
 
 # -------------------------------------------------------------------------------------------------------- iterations
@@ -477,9 +481,10 @@ def _gram_newton_schulz(
         before = _factor_of(products.operand(wide), first, products)
         after = _factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=_square_of(before))
-        del wide, before, after  # free memory for `_times`, which needs as much memory as all earlier products
-        # If X is tall, transpose the factor, since (Q X)^T = X^T Q^T. The factor is a product of two symmetric matrices
-        # and is symmetric only up to rounding.
+        # free memory for the product in `_times`, which needs as much memory as all earlier products
+        del wide, before, after
+        # If X is tall, transpose the matrix Q, since (Q X)^T = X^T Q^T. Q is a product of two symmetric matrices and is
+        # symmetric only up to rounding.
         return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
         gram = products.symmetric_mm(*_sides(y), out=_square_of(y))
@@ -547,7 +552,8 @@ ITERATIONS: dict[str, Callable[..., Tensor]] = {"standard": _newton_schulz, "gra
 
 
 def products_dtype(method: str, given: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Return the dtype of a method's matrix products: `given`, or the method's default if `given` is None.
+    """Return the dtype in which an orthogonalization method multiplies matrices: `given`, or the method's default if
+    `given` is None.
 
     The default of "standard" is bfloat16, as in torch.optim.Muon, if the device has bf16 instructions, and float32 on
     CPUs without them, where bf16 products are 10 to 80 times slower. The default of "gram" is float16 on accelerators
@@ -571,7 +577,8 @@ def products_dtype(method: str, given: torch.dtype | None, device: torch.device)
 
 
 def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, device: torch.device) -> int:
-    """Count the floating point operations in a method's matrix products, for one rows x cols matrix.
+    """Count the floating point operations that an orthogonalization method needs for one rows x cols matrix. Only
+    matrix products are counted.
 
     Operations are counted as in the tables published with Gram Newton-Schulz. For m <= n and k quintic steps on an
     accelerator, the count is 4 k m^2 n + 2 k m^3 for "standard", and 4 m^2 n + (8 k - 6) m^3 for "gram" without
@@ -587,14 +594,14 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
     # number of steps that compute A A, the square of the Gram matrix; cubic steps do not
     squares = sum(c != 0.0 for _, _, c in coefficients)
-    # FLOPs of X X^T, and of the product of a square matrix and X
+    # FLOPs of X X^T and of the product of a square matrix and X, added together
     twice: float = 2 * m * m * n * (1.0 + symmetric_share)
     small: float = 2 * m**3
     if method != "gram":
         return round(steps * twice + squares * small * symmetric_share)
     restarts = len(_plan_restarts(coefficients, dtype))
-    # Each segment between restarts has one product for the matrix Q of the Gram form in every step except the first,
-    # and two products for the matrix R in every step except the last.
+    # In the Gram form, each segment between restarts computes one product for the matrix Q in every step except the
+    # first, and two products for the matrix R in every step except the last.
     of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if _restarts_locally(m, n, coefficients, dtype):
         # A local restart adds the split products of `Products.sandwich`, and one product that combines the matrices Q
@@ -690,9 +697,9 @@ class FiniteWatch:
     has one instance."""
 
     def __init__(self) -> None:
-        # Each entry belongs to one call of `keep_finite` in this step: (method and shape, flags of the
-        # orthogonalization's results, flags of its inputs). There is one flag per matrix, which is 0 for a finite
-        # matrix and otherwise NaN.
+        # Flags that show which matrices are finite. Each call of `keep_finite` in this step adds a tuple: (method and
+        # shape, flags of the orthogonalization's results, flags of its inputs). Each matrix has one flag, which is 0 if
+        # the matrix is finite and NaN otherwise.
         self.seen: list[tuple[str, Tensor, Tensor]] = []
         self.coming = Coming[list[tuple[str, int]]]()
 
@@ -702,8 +709,8 @@ class FiniteWatch:
         x: Tensor,  # (B, m, n), the inputs of the orthogonalization
         text: str,  # method and shape, for use in a warning about replaced results
     ) -> Tensor:  # returns `out`
-        """Replace the orthogonalization's result for a matrix with zeros, in place, if the result is not finite
-        although the matrix is. Do not wait for an accelerator."""
+        """Overwrite each non-finite result of the orthogonalization with zeros if the corresponding input matrix is
+        finite. Do not wait for an accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
         # If no result contains NaN or Inf, return early. Only a CPU can check this without waiting for a device.
         if x.device.type == "cpu" and not bool(spoiled.isnan().any()):

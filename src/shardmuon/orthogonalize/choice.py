@@ -52,7 +52,7 @@ class Choice:
         coefficients: Triples,
         device: torch.device,
     ) -> Choice:
-        """Choose the method and dtype for one matrix.
+        """Choose the orthogonalization method and dtype for one matrix.
 
         Args:
             method: The user's method for all matrices, or "auto".
@@ -75,9 +75,8 @@ class Choice:
 def _by_rule(
     dtype: torch.dtype | None, shape: tuple[int, int], coefficients: Triples, device: torch.device
 ) -> tuple[str, str]:
-    """Choose "gram" if its estimated time (FLOPs divided by the speed of its dtype) is less than 3/4 of that of
-    "standard", otherwise "standard". Return the method and the reason.
-    """
+    """Choose "gram" if its estimated time (FLOPs divided by the speed of its dtype) is less than 3/4 of the estimated
+    time of "standard". Otherwise, choose "standard". Return the method and the reason."""
     if dtype == torch.bfloat16:
         return "standard", f"by rule: the Gram form is not safe in {dtype}; "
     dtypes = {method: products_dtype(method, dtype, device) for method in ITERATIONS}

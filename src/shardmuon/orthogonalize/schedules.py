@@ -63,7 +63,7 @@ class Schedule:
         grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        # the condition for good outputs is negated, instead of testing for bad ones, so that NaN counts as bad
+        # negate the test for good outputs, instead of testing for bad outputs, so that NaN counts as bad
         bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))
         if not bad.size:
             return None
@@ -72,14 +72,14 @@ class Schedule:
 
 
 def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
-    """Return coefficients that map s to the value to which `steps` map s / factor. A factor above 1 is used if it was
-    published with the coefficients, or if the coefficients would flip signs or diverge without it.
-    """
+    """Divide the input of every Newton-Schulz step by a safety factor: for each triple in `steps`, return the
+    coefficients that map s to the value to which the triple maps s / factor. A factor above 1 is used if it was
+    published with the coefficients, or if the coefficients would flip signs or diverge without it."""
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
 _KELLER = (3.4445, -4.7750, 2.0315)
-_TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: Taylor series of 1/sqrt up to second order
+_TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: coefficients of the Taylor series of 1/sqrt up to second order
 
 # Name -> the triples of the first steps, the triple of all further steps, and the source ("ours" if the coefficients
 # are not published elsewhere). If there is a triple for further steps, the schedule has five steps by default and
@@ -142,12 +142,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # Emerging-Optimizers and Megatron use this name
+    "simple": "keller",  # Emerging-Optimizers and Megatron use the name "simple"
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # Emerging-Optimizers uses this name
+    "deepseekv4": "deepseek_v4",  # Emerging-Optimizers uses the name "deepseekv4"
     "cubic5": "cubic",
 }
 

@@ -138,8 +138,8 @@ class ParamGroups(list[dict[str, Any]]):
         if isinstance(params, nn.Module):
             own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn")}
             groups, lr = param_groups(params, **own, **given), own["lr"]
-            # An lr below 2e-3 is typical of AdamW. With the default scale, matrices would train far too slowly at such
-            # an lr.
+            # An lr below 2e-3 is typical of AdamW. With Muon's default learning-rate scale, matrices would train far
+            # too slowly at such an lr.
             if own["adjust_lr_fn"] is None and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < 2e-3:
                 warnings.warn(
                     f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
@@ -185,8 +185,8 @@ def param_groups(
     Args:
         model: The model, not just its parameters, because only modules show what a parameter is.
         lr: Learning rate of Muon's groups. Required.
-        adamw_lr: Learning rate of AdamW's groups. Default: the value at which AdamW's updates are as large as Muon's,
-            see docs/learning_rate.md; the table shows it as a multiple of `lr`.
+        adamw_lr: Learning rate of AdamW's groups. Default: the value at which AdamW's updates are as large as Muon's
+            (see docs/learning_rate.md). The routing table shows this value as a multiple of `lr`.
         weight_decay: Weight decay of matrices, embeddings and heads. Other parameters get 0; to change this, edit the
             returned groups.
         adjust_lr_fn: Learning-rate scale of Muon's groups (see `shardmuon.Muon`). If None, the groups use the
@@ -466,7 +466,8 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
     Errors raised in this function name the parameter."""
     view, options = {**VIEW_DEFAULTS, **w.role.view}, w.rule.options
     splits = ("split_sizes", "split_groups")
-    if any(key in options for key in splits):  # the user's `split_sizes` and `split_groups` replace those of the preset
+    # The user's `split_sizes` and `split_groups` replace those of the preset for the module's type.
+    if any(key in options for key in splits):
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: options[key] for key in VIEW_DEFAULTS if key in options}
     with about(f"{w.name} ({w.reason})"):
@@ -504,7 +505,7 @@ def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict
     if any(id(w.param) in words for w in tables):
         tables = [w for w in tables if id(w.param) in words or _is_tied(w)]
     sizes = dict.fromkeys(w.shape[0] for w in tables)
-    known = {w.shape[0] for w in matrices if w.name in heads}  # numbers of rows of all output heads found so far
+    known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all output heads found so far
     # Linear layers that the user has assigned to AdamW, and that have as many rows as an embedding, count as heads.
     known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}
     known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}
@@ -613,7 +614,8 @@ class _Blocks:
         return block is None or self._last_matrix[block] is weight
 
     def is_last(self, weight: _RoutedParam) -> bool:
-        """True if a parameter belongs to the last module with parameters, and this module is in no repeated block."""
+        """True if a parameter belongs to the model's last module with parameters, and this module is in no repeated
+        block."""
         return any(place.module is self._last_module for place in weight.places) and not self.around(weight)
 
 

@@ -49,7 +49,7 @@ class Role:
             "unknown", an error text that describes the problem and its solution.
         view: Options of `matrix_view` that read the parameter as matrices. Parameters that are assigned to AdamW by
             default can have such options as well, because the user can assign them to Muon.
-        reads: Numbers of input features of the parameter, as far as they are known.
+        reads: Sizes of a layer's input dims, or the width of a norm or an embedding; empty if unknown.
         decays: True if AdamW applies weight decay to the parameter, provided that the parameter is not 1-D.
         remark: Addition to the reason, such as a "fused?" hint, for parameters that are assigned to Muon by default.
     """
@@ -123,8 +123,8 @@ class _Preset:
 
 
 def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
-    """Make view options for a weight that consists of parts with the given sizes, in this order. The whole sequence of
-    parts occurs `repeats` times."""
+    """Make the `matrix_view` options for a weight that consists of parts with the given sizes, in this order. The whole
+    sequence of parts occurs `repeats` times."""
     groups = {"split_groups": int(repeats)} if repeats > 1 else {}
     return {**view, "split_sizes": tuple(map(int, sizes)), **groups}
 
@@ -148,8 +148,8 @@ def _stack(experts: Any, _: Ints) -> _View:
 
 
 def _gate_up(experts: Any, shape: Ints) -> _View:
-    """Make view options for the fused gate and up projections of experts. The two projections are stored either one
-    after the other or interleaved."""
+    """Make the `matrix_view` options for the fused gate and up projections of experts. The two projections are stored
+    either one after the other or interleaved."""
     view = _stack(experts, shape)
     size = shape[2 if "transposed" in view else 1] // 2
     by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
@@ -284,7 +284,7 @@ _PRESETS: tuple[_Preset, ...] = (
     _Preset(
         (
             *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
-            # class names in the library transformers
+            # classes of the library transformers that have a table of relative position biases
             *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),
         ),
         "relative_position_bias_table",

@@ -23,7 +23,7 @@ from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import Role, numbers_out
 
-_Convolution = nn.modules.conv._ConvNd  # base class of convolutions and transposed convolutions
+_Convolution = nn.modules.conv._ConvNd  # base class of torch's convolutions and transposed convolutions
 # `_KEEP` lists the attributes in which torch.compile, FSDP1 and activation checkpointing store the wrapped module.
 # `_KEEP_AS_MODULE` lists, by class name, the wrappers of torch and Megatron that store the wrapped module as `module`.
 # Class names are used because Megatron may not be installed.
@@ -33,8 +33,8 @@ _KEEP_AS_MODULE = {
     *("MegatronFSDP", "FullyShardedDataParallel", "Float16Module"),
 }
 
-# Patterns of names that often mean a fused weight, with its parts in order. A match only adds a remark to the routing
-# table.
+# Name patterns of weights that are often fused, each with the names of the fused parts in order. A match only adds a
+# remark to the routing table.
 _HINTS = (
     (re.compile(r"(w|to_)?qkv(_proj)?|query_key_value|c_attn|w_pack|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
     (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13|w12", re.IGNORECASE), "gate up"),
@@ -49,7 +49,7 @@ class Place(NamedTuple):
     """One place of a parameter in a model. A shared parameter has several places.
 
     Attributes:
-        order: Position in model order.
+        order: Position of this place in model order.
         name: Full name of the parameter, without the parts that wrappers add, so that an override matches whether or
             not the model is wrapped.
         leaf: Attribute name of the parameter in its module; for a parametrized weight, the name of the weight.
@@ -108,7 +108,8 @@ class Placed(NamedTuple):
             with about(name):
                 UnitPlace.refuse_flat(param)
             parts = prefix.split(".")[:-1]
-            # The weight of a module X is stored as X.parametrizations.weight, so restore its name X.weight.
+            # A parametrized weight of a module X is stored under X.parametrizations.weight, so restore its name
+            # X.weight.
             if isinstance(module, ParametrizationList):
                 *parts, _, leaf = parts
             above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))

@@ -68,18 +68,18 @@ class Run:
 
     Attributes:
         optimizer: The optimizer.
-        steps: Dtype of the weights that the optimizer and the reference update. None selects the model's dtype.
+        steps: Dtype of the weights that the optimizer and the reference model update. None selects the model's dtype.
     """
 
     optimizer: Muon
     steps: torch.dtype | None = None
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Select the parts of the reference's whole tensors to compare with this run; by default, all of them."""
+        """Return the parts of the reference model's tensors to compare with this run: by default, the whole tensors."""
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the initial weights of the reference, in the dtype `self.steps` if this attribute is set."""
+        """Return the initial weights of the reference model, in the dtype `self.steps` if this attribute is set."""
         return {name: t.to(self.steps or t.dtype) for name, t in full.items()}
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:

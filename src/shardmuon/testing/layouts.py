@@ -277,7 +277,7 @@ def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, 
     """Split a buffer into equal parts, and return the range of a tensor's elements that one of the parts contains.
 
     Args:
-        before: Number of elements before the tensor in the buffer, minus 1. The tensor is followed by 2 elements.
+        before: The buffer has `before` + 1 elements in front of the tensor, and 2 elements after the tensor.
         size: Number of elements of the tensor.
         num_parts: Number of parts.
         part: Index of the part.
