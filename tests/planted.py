@@ -124,7 +124,8 @@ def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
 
 
 def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault in which the step calls `change` instead of the orthogonalization function."""
+    """Return a fault that replaces orthogonalization: the step calls `change` on each batch of matrices instead of the
+    orthogonalization function."""
     return replaced("orthogonalize", lambda original: lambda x, *a, **k: change(x))
 
 
@@ -194,8 +195,8 @@ def _failing_after_the_step(original: Any) -> Any:
 
 
 def _rolled(original: Any) -> Any:
-    """Return a replacement for `apply_` that gives each matrix the update of the next matrix of the same shape, even if
-    different ranks orthogonalized the two matrices."""
+    """Return a replacement for `apply_`, which applies updates to weights. The replacement gives each matrix the update
+    of the next matrix of the same shape, even if different ranks orthogonalized the two matrices."""
 
     def apply_(params: Tensors, given: Tensors, *args: Any, **options: Any) -> None:
         alike = [[j for j, other in enumerate(given) if other.shape == one.shape] for one in given]
@@ -235,7 +236,8 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = 0  # If an audit checks only one matrix, audit number 0 checks matrix 0.
+    # Set the number of earlier audits to 0, because audit number 0 checks matrix 0 if it checks only one matrix.
+    job.optimizer.audits.num_audits = 0
     return _results(lambda o: o.roll(-1, 0))(job)
 
 
@@ -376,7 +378,8 @@ class Fault:
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    # Findings that an audit may also report, depending on which rank owns a matrix.
+    # Findings that an audit may report in addition to `names`, for example because they depend on which rank owns a
+    # matrix.
     also: set[str] = field(default_factory=set)
     # If True, the fault is visible only in exact comparisons or only with the matmul dtype of `options`, so no other
     # matmul dtype is tested.
@@ -386,7 +389,7 @@ class Fault:
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # An audit may also report "wrong_matrix" if the rows of an update have wrong norms.
+_LENGTH = ("wrong_matrix",)  # additional finding that is allowed for faults that give the rows of an update wrong norms
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -396,7 +399,7 @@ def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (),
 
 
 def _left_out(variant: str) -> Fault:
-    """Return a fault in which the first post-processing stage of a variant does nothing."""
+    """Return a fault in which the first pre- or post-processing stage of a variant does nothing."""
     stage, names = VARIANTS[variant][0], CASES[variant].left_out
     how = ("run_", _divided_alone) if isinstance(stage, BeforeStage) else ("factor", _ones)
     also = _LENGTH if "kept_wrong" in names else ()
@@ -492,8 +495,8 @@ FAULTS = {
         {"orthogonalized_count", "momentum_wrong"},
         {*ALL, "rank 0", "rank 1"},
         says="6 matrices went through the orthogonalizer in the step. Allowed: 3",
-        # The direction of the second update determines whether an audit also reports "update_differs" or "scale_wrong",
-        # so both are allowed.
+        # The fault runs the whole update twice. The direction of the second update determines whether an audit also
+        # reports "update_differs" or "scale_wrong", so both are allowed.
         also={"update_differs", "scale_wrong"},
     ),
     "weights of one replica": Fault(
@@ -518,7 +521,8 @@ FAULTS = {
         {"wide"},
         "ddp",
         "the momentum on rank(s) 1",
-        # The audit uses the momentum of rank 0 for all replicas, so the update looks wrong if rank 1 owns the matrix.
+        # The momentum is wrong on rank 1 only. The audit uses the momentum of rank 0 for all replicas, so the update
+        # looks wrong if rank 1 owns the matrix.
         also={"wrong_matrix", "update_differs"},
         exact=True,
     ),
@@ -556,8 +560,8 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    # The rank that fails still sends as many elements as the other ranks expect, so that the other ranks do not wait
-    # forever.
+    # The rank on which reading fails still sends as many elements as the other ranks expect, so that the other ranks do
+    # not wait forever.
     "reading fails on one rank": Fault(
         replaced("_elements", _failing_after_the_step, live.StepAudit, rank=1),
         {"audit_failed", "not_finite"},
@@ -581,11 +585,11 @@ FAULTS = {
     ),
     "NorMuon: its state of one replica": Fault(
         now(lambda job: [v.mul_(1.25) for v in _kept(job, "second_moment")], rank=1),
-        # Only matrices that rank 1 owns are reported. For other matrices, the audit gets the correct state from the
-        # owner.
+        # NorMuon's state is wrong on rank 1 only, so the audit reports only matrices that rank 1 owns. For other
+        # matrices, the audit gets the correct state from the owner.
         {"kept_wrong"},
-        # With fp32 matmuls, the error of the update also exceeds the tolerance, so the audit reports "wrong_matrix",
-        # too.
+        # With fp32 matmuls, the error that wrong NorMuon state causes in the update also exceeds the tolerance, so the
+        # audit reports "wrong_matrix", too.
         also={"wrong_matrix"},
         layout="ddp",
         options={"variant": "muon_eq+normuon"},

@@ -173,7 +173,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# OPTIONS gives, for each view of VIEWS, the options of a parameter group that result in this view.
+# OPTIONS gives, for each view of VIEWS, the options of a parameter group that result in this matrix view.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},

@@ -75,9 +75,9 @@ def _drifted(x: Tensor, where: Tensor, by: Tensor) -> Tensor:
 def test_no_drift_by_an_ulp_is_missed(size: int, count: int, trials: int) -> None:
     """A fingerprint must change when a few elements drift by one ulp.
 
-    Weaker checksums miss some of these drifts: a weighted sum of the words misses about 12 of the 3,000 drifts of size
-    64, and a plain or index-weighted sum misses neighboring elements that drift in opposite directions.
-    """
+    Weaker checksums miss some of these drifts: a weighted sum of a tensor's words misses about 12 of the 3,000 drifts
+    of a 64-element tensor, and a plain or index-weighted sum misses neighboring elements that drift in opposite
+    directions."""
     draw = torch.Generator().manual_seed(size + count)
     x = torch.randn(size, generator=draw)
     known, seen = fingerprint(x), set()

@@ -172,8 +172,8 @@ class Sequence:
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
 
     def _ruled(self, name: str) -> dict[str, Any]:
-        """Return the expected weight and state of a parameter, leaving out state that an earlier optimizer or variant
-        left behind."""
+        """Return the weight and state of a parameter that the job must have after the events so far, without state that
+        an earlier optimizer or variant left behind."""
         known = self.now.named[name]
         (options,) = (g.options for g in self.now.groups if name in [spec.name for spec in g.specs])
         if ("exp_avg" in known) == options["use_muon"]:
@@ -263,8 +263,8 @@ class Sequence:
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
             self.job.step()
         hook.remove()
-        # If `done` is not empty, the step ended before the interrupt, or the interrupt hit torch's wrapper of the step
-        # after the step itself had ended.
+        # If `done` is not empty, the step hook has run: either the step ended before the interrupt, or the interrupt
+        # hit torch's wrapper of the step after the step itself had ended.
         if done:
             self.stepped(grads)
         elif self.job.optimizer.broken is not None:
@@ -378,8 +378,8 @@ class Sequence:
         self._set(group, **{key: torch.tensor(value) if as_tensor else value})
 
     def change_the_variant(self) -> None:
-        """Train with one variant, then with a second one, then with the first one again. The first variant's state must
-        be discarded in between."""
+        """Train a group with one variant, then with a second one, then with the first one again. State of the first
+        variant must be discarded when the second variant takes its place."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"]:
             return
