@@ -95,8 +95,8 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Compare a layout with the reference runs. Return, for each rank, a dict from the name of a reference to the
-    result.
+    """Compare a layout with the reference runs. Return one dict per rank, which maps the name of each reference to the
+    result of the comparison.
 
     The reference "dense" is `Muon` in a single process. The `about` attribute of its result contains the rank's plan
     and the number of messages that the rank sends per step. On 4 ranks, and for every third layout on 2 ranks,

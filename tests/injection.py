@@ -127,7 +127,7 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
     Without `last`, this collective is the first one. With `last`, it is the last one before the function `last` is
     entered. With last="<end>", all functions up to the end of the call are returned.
     """
-    # Each entry is a function and the number of collectives that ran before the function was entered.
+    # Each entry of `found` is a function and the number of collectives that ran before the function was entered.
     found: list[tuple[Place, int]] = []
     state = {"begun": False, "ended": False, "collectives": 0}
 
@@ -170,8 +170,8 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         code = frame.f_code
         if not state["begun"]:
             state["begun"] = code.co_name == after and code.co_filename.startswith((ROOT, SATELLITES))
-        # The line number is compared first, because `Place.of` hashes the code object, which would be slow for every
-        # call.
+        # Compare the line numbers of the called function and of `place` first, because `Place.of` hashes the code
+        # object, which would be slow for every call.
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
@@ -253,9 +253,9 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """Gather from every rank whether its call raised an exception and whether the traced function was called. Each
-    rank's part of the gathered tensor starts with a number that never starts a message of the package, so that a rank
-    that is in a different collective is detected."""
+    """Gather from every rank whether its call raised an error and whether the function in which to raise the exception
+    ran. Each rank's part of the gathered tensor starts with a number that never starts a message of the package, so
+    that a rank that is in a different collective is detected."""
     number = 0x5EED0F7E57
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

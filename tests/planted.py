@@ -306,8 +306,8 @@ def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
 
 
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
-    """Return a fault in which the function `run` replaces the post-processing stage `stage`. The function `scaled_`,
-    which combines several stages, is replaced with a function that applies the stages one after another."""
+    """Return a fault in which the function `run` replaces the pre- or post-processing stage `stage`. The function
+    `scaled_`, which combines several stages, is replaced with a function that applies the stages one after another."""
 
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
@@ -381,8 +381,8 @@ class Fault:
     # Findings that an audit may report in addition to `names`, for example because they depend on which rank owns a
     # matrix.
     also: set[str] = field(default_factory=set)
-    # If True, the fault is visible only in exact comparisons or only with the matmul dtype of `options`, so no other
-    # matmul dtype is tested.
+    # If True, the audit finds the fault only in bitwise comparisons or only with the matmul dtype of `options`, so no
+    # other matmul dtype is tested.
     exact: bool = False
     samples: int = 8
     dtype: torch.dtype = torch.float32
@@ -429,8 +429,8 @@ FAULTS = {
     "scale of the shard": Fault(
         replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
-        # The learning-rate scale depends on the larger dim. Sharding by rows makes this dim smaller only for the
-        # matrices "a" to "d", so the scale of "square" and "wide" stays correct.
+        # The learning-rate scale depends on the larger dim of a matrix. In a row shard, this dim is smaller only for
+        # the matrices "a" to "d", so the scale that the fault computes for "square" and "wide" is still correct.
         FOUR,
         says=" shard, not ",
     ),
@@ -681,8 +681,8 @@ def check_caught(name: str, reports: Sequence[AuditReport]) -> None:
     for report in reports:
         names, where = names_of(report), {finding.where for finding in report.findings}
         assert names and fault.names <= names <= fault.names | fault.also, f"{name}: {names}"
-        # A rank that owns only one of the four matrices has no results to swap, so the audit need not report all four
-        # matrices.
+        # In the fault "results of matrices swapped", a rank that owns only one of the four equal matrices has no
+        # results to swap, so the audit need not report all four matrices.
         if name == "results of matrices swapped":
             assert len(where) >= 2 and where <= FOUR
         elif fault.where is not None:

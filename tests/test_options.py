@@ -51,7 +51,7 @@ def test_positional_arguments_are_torch_optim_muons() -> None:
     # `Muon` must start with the arguments that torch.optim.Muon has before `eps`, in the same order, so that positional
     # arguments keep their meaning.
     same = [wanted.name for wanted in theirs].index("eps")
-    # torch.optim.Muon has a default for lr, but `Muon` does not.
+    # torch.optim.Muon has a default for lr, but `Muon` requires an lr, so the comparison ignores this default.
     wanted = [p.replace(default=None) if p.name == "lr" else p for p in theirs[:same]]
     assert [(p.name, p.kind, p.default) for p in ours[:same]] == [(p.name, p.kind, p.default) for p in wanted]
     assert {p.kind for p in ours[same:-1]} == {inspect.Parameter.KEYWORD_ONLY}

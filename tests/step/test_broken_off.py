@@ -117,10 +117,12 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
 
 
 # In each case, the rank fails in its second bucket. The arguments of `_in_turns` are the numbers of the first and the
-# last phase in which another rank may notice the failure. - The first phase is that of the oldest exchange that the
-# dead rank may have sent only in part, or of the first exchange that another rank starts after the failure. - The last
-# phase is the wait for the first exchange that the dead rank never started. In the case "relay", the rank dies after it
-# has received its results, but before it has passed any of them on to the other replica.
+# last phase in which another rank may notice the failure.
+# - The first phase is that of the oldest exchange that the dead rank may have sent only in part, or of the first
+#   exchange that another rank starts after the failure.
+# - The last phase is the wait for the first exchange that the dead rank never started.
+# In the case "relay", the rank dies after it has received its results, but before it has passed any of them on to the
+# other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", Traffic, "start", 2, _in_turns(1, 5)),

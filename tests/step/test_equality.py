@@ -181,8 +181,9 @@ def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
 def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    # Both optimizers round every matmul to bf16, but one normalizes before the cast to bf16 and the other after it, so
-    # some roundings differ. The weights start at zero, because larger bf16 weights would round the update away.
+    # `Muon` and torch.optim.Muon both round every matmul to bf16, but one normalizes before the cast to bf16 and the
+    # other after it, so some roundings differ. The weights start at zero, because larger bf16 weights would round the
+    # update away.
     start = torch.zeros(shape, dtype=dtype)
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
