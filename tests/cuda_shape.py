@@ -34,12 +34,12 @@ from shardmuon.layout.engines.base import Ties
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
 _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
-# The operations in _FREE launch no kernel. Most of them create an empty tensor or a view.
+# The operations in _FREE launch no kernel on a GPU. Most of them create an empty tensor or a view.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # The operations in _COPIES accept tensors on different devices.
-# Kernel launches are counted separately for each function in _PHASES. A step calls all of these functions.
+# The functions of a step for which `CudaShape` counts kernel launches separately. A step calls all of these functions.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
 

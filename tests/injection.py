@@ -202,8 +202,8 @@ KINDS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError(MARK),
     KeyboardInterrupt(MARK),
 )
-# `step` raises exceptions of these types unchanged on the rank where they occur. It converts other exceptions to a
-# ValueError.
+# `step` raises exceptions of the types in STAYS unchanged on the rank where they occur, and converts other exceptions
+# to a ValueError.
 STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 

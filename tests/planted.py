@@ -370,7 +370,7 @@ def _kept(job: Job, key: str) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, the job in which it is planted, and everything that the audit must report."""
+    """A fault, a description of the job in which it is planted, and everything that the audit must report."""
 
     plant: Plant
     names: set[str]

@@ -55,7 +55,7 @@ def quick_plans() -> Any:
     return mock.patch.object(planner, "_NUMS", (1, 4))
 
 
-# With the rates of PAIRS, each replica of these layouts orthogonalizes all matrices itself.
+# With the rates of the machine PAIRS, each replica of the layouts in REPLICATED orthogonalizes all matrices itself.
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 

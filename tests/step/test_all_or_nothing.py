@@ -30,7 +30,7 @@ from shardmuon.testing.layouts import mesh_of
 
 class Fault(NamedTuple):
     """A fault on one rank: the function that changes the job on this rank (a gradient or an option, for example), a
-    pattern for the error message on all ranks, and the class of the exception that the faulty rank must raise."""
+    pattern for the error message that all ranks must raise, and the class of the exception on the faulty rank."""
 
     do: Callable[[Job], Any]
     says: str

@@ -77,7 +77,8 @@ def test_no_drift_by_an_ulp_is_missed(size: int, count: int, trials: int) -> Non
 
     Weaker checksums miss some of these drifts: a weighted sum of a tensor's words misses about 12 of the 3,000 drifts
     of a 64-element tensor, and a plain or index-weighted sum misses neighboring elements that drift in opposite
-    directions."""
+    directions.
+    """
     draw = torch.Generator().manual_seed(size + count)
     x = torch.randn(size, generator=draw)
     known, seen = fingerprint(x), set()
