@@ -1,9 +1,10 @@
 """Functions that find every function of the package that runs before a collective, and raise an exception in one of
 them at a time.
 
-A trace function is called at every call, including calls of lambdas, properties and generators. If it raises an
-exception, the exception appears to come from the called function, before its first line. A profile function would also
-be called at every return and at every call of a C function, which takes several times as long.
+The exceptions are raised by a trace function, which Python calls at every function call, including calls of lambdas,
+properties and generators. An exception in the trace function appears to come from the called function, before its first
+line. A profile function would also be called at every return and at every call of a C function, which takes several
+times as long.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from shardmuon.testing.layouts import mesh_of
 
 class Fault(NamedTuple):
     """A fault on one rank: the function that changes the job on this rank (a gradient or an option, for example), a
-    pattern for the error message that all ranks must raise, and the class of the exception on the faulty rank."""
+    pattern for the error message on all ranks, and the class of the exception that the faulty rank must raise."""
 
     do: Callable[[Job], Any]
     says: str
@@ -344,9 +344,9 @@ CALLS = {
 }
 OF_ADAMW = (" eps", " betas", " adamw")
 Round = dict[int, str]  # For one call on all ranks, a Round maps each rank with a fault to the name of the fault.
-# Found holds the class and the message of the exception that a call raised on one rank, and the names of all wrong
-# values: those changed by the call that raised, and those that differ after the next step from an identical job that
-# never made this call.
+# Found describes a call on one rank: the class and the message of the exception that the call raised, and the names of
+# all wrong values. A value is wrong if a call that raised has changed it, or if it differs after the next step from its
+# value in an identical job that never made the call.
 Found = tuple[str, str, list[str]]
 
 
