@@ -95,7 +95,8 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        # Each index takes two bytes in the pipe, so that a process that reads two bytes always gets exactly one index.
+        # Each index of a unit of tests takes two bytes in the pipe, so that a process that reads two bytes always gets
+        # exactly one index.
         taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
         os.close(left)
@@ -116,8 +117,8 @@ class _Shared:
         """Replace this process with a new Python process that runs the tests with the other matmul dtype. A new process
         is needed because the dtype is cached per process."""
         args = self._config.args
-        # If no argument names a single test, only the files that have numeric tests are passed on, so that pytest does
-        # not import the other files.
+        # If no argument names a single test, only the files that have numeric tests are passed to the new pytest
+        # process, so that it does not import the other files.
         if not any("::" in arg for arg in args):
             args = list(dict.fromkeys(str(item.path) for item in items))
         os.chdir(self._config.invocation_params.dir)
@@ -169,7 +170,7 @@ class _Shared:
 
 
 def _unit(item: pytest.Item) -> object:
-    """Return the key of the unit (a group of tests that run in the same process) that a test belongs to.
+    """Return the key of a test's unit, which is a group of tests that run in the same process.
 
     The key is the mark "framework" or "apart", the path of the test file, or "every_layout" for all files that use the
     comparisons in `every_layout.py`.
@@ -253,7 +254,8 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-# All tests share these pools. `RankPool.cached` reuses a pool until pools of three other sizes have been requested.
+# All tests that use `world2`, `world3`, `world4` or `world8` share these pools of ranks, because `RankPool.cached`
+# keeps a pool running until pools of three other sizes have been requested.
 world2, world3, world4, world8 = (
     pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: RankPool.cached(num)) for num in (2, 3, 4, 8)
 )

@@ -34,12 +34,12 @@ from shardmuon.layout.engines.base import Ties
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
 _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
-# The operations in _FREE launch no kernel. Most of them create an empty tensor or a view.
+# The operations in _FREE launch no kernel on a GPU. Most of them create an empty tensor or a view.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # The operations in _COPIES accept tensors on different devices.
-# Kernel launches are counted separately for each function in _PHASES. A step calls all of these functions.
+# The functions of a step for which `CudaShape` counts kernel launches separately. A step calls all of these functions.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
 
@@ -78,8 +78,8 @@ class OnDevice(Tensor):
         made.inner = inner
         return made
 
-    # Storage addresses reveal whether two views share memory, so `OnDevice` must report the storage of its inner
-    # tensor.
+    # torch compares storage addresses to find out whether two views share memory, so `OnDevice` must report the storage
+    # of its inner tensor.
     def untyped_storage(self) -> Any:
         return self.inner.untyped_storage()
 
@@ -214,8 +214,8 @@ class CudaShape(TorchDispatchMode):
         return tree_map(lambda x: _wrapped(x, given), out) if on_device else out
 
     def _carried_out(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
-        """Run an operation on the inner tensors. If one of the tensors has no values, run it on meta tensors
-        instead."""
+        """Run an operation on the CPU tensors inside the device tensors. If one of the device tensors has no values,
+        run the operation on meta tensors instead."""
         found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         empty = any(isinstance(t, OnDevice) and t.inner.is_meta for t in found)
         if empty and name == "_local_scalar_dense":
@@ -320,8 +320,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _opened(x: Any, empty: bool) -> Any:
-    """Return the inner tensor of a device tensor, and any other value unchanged. With `empty`, convert tensors to meta
-    tensors, because another argument of the operation has no values."""
+    """Return the CPU or meta tensor inside a device tensor, and any other value unchanged. With `empty`, convert all
+    tensors to meta tensors, because another argument of the same operation has no values."""
     x = x.inner if isinstance(x, OnDevice) else x
     return x.to("meta") if empty and isinstance(x, Tensor) else x
 

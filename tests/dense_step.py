@@ -170,7 +170,7 @@ class _Param:
             self.state[stage.key] = torch.zeros(stacked, sum(sizes) // stacked)
         return list(self.state[stage.key].view(-1).split(sizes))
 
-    def _norm(self, at: Tensor) -> Tensor:  # a 0-dim fp32 tensor
+    def _norm(self, at: Tensor) -> Tensor:  # returns the norm of the weights of one matrix as a 0-dim fp32 tensor
         return self.weight.flatten()[at].double().norm().float()
 
     def _bits(self, purpose: str) -> Tensor:
@@ -346,8 +346,9 @@ def assert_like_the_formula(
 
 
 def _assert_dense(optimizer: Muon, params: Sequence[Tensor], dense: DenseMuon, which: str) -> None:
-    """Assert that weights and state match the dense reference. Bitwise equality is required only of tensors whose key
-    starts with `which`, because matmuls on another device round differently."""
+    """Assert that weights and state match the dense reference. Only tensors whose key starts with `which` must be
+    bitwise equal, because matmuls on another device round differently. All other tensors must have the reference's
+    dtype, and must be all zero exactly if the reference is."""
     for p, expected in zip(params, dense.params, strict=True):
         found = {"weight": p.detach(), **{key: t for key, t in optimizer.state[p].items() if key != "step"}}
         assert found.keys() == {"weight", *expected.state}

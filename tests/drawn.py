@@ -78,8 +78,8 @@ def partitions(draw: st.DrawFn, shape: Shape) -> list[Piece]:
 
 @st.composite
 def layouts(draw: st.DrawFn, view: MatrixView) -> ParamLayout:
-    """Draw a layout on up to five ranks. A piece may be stored on several ranks, and a rank may store any number of
-    pieces."""
+    """Draw a layout of a tensor on up to five ranks. A piece of the tensor may be stored on several ranks, and a rank
+    may store any number of pieces."""
     ranks = range(draw(st.integers(1, 5)))
     pieces: dict[int, list[Piece]] = {rank: [] for rank in ranks}
     for piece in draw(partitions(view.shape)):

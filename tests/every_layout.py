@@ -24,9 +24,9 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
-# Optimizer options, and a machine whose rates the planner uses (None: the real rates), for comparisons with a
-# single-process run, keyed by number of ranks. With the rates of the machine SHARING, one replica orthogonalizes each
-# matrix and sends the result to the other replicas in a second exchange.
+# Optimizer options for comparisons with a single-process run, keyed by number of ranks, and the machine whose rates the
+# planner uses. For the machine None, the planner uses the real rates. With the rates of the machine SHARING, one
+# replica orthogonalizes each matrix and sends the result to the other replicas in a second exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
@@ -36,7 +36,7 @@ STEPS = {8: 1, 3: 2, 2: 3, 4: 2}  # number of steps in comparisons with a single
 # most tensor sizes do not divide evenly.
 ROWS = {
     8: ("hsdp+tp", "fsdp2+tp", "mixed meshes", "megatron-fsdp hfsdp", "mcore buffers+tp"),
-    # A third of the layouts is enough for 3 ranks, because test_golden.py runs all layouts on 3 ranks.
+    # On 3 ranks, a third of the layouts is enough here, because test_golden.py runs all layouts on 3 ranks.
     3: [*LAYOUTS, *Fsdp1Run.ROWS][1::3],
     2: [*LAYOUTS, *Fsdp1Run.ROWS][::2],
     4: [*LAYOUTS, *Fsdp1Run.ROWS],
@@ -95,8 +95,8 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Compare a layout with the reference runs. Return, for each rank, a dict from the name of a reference to the
-    result.
+    """Compare a layout with the reference runs. Return one dict per rank, which maps the name of each reference to the
+    result of the comparison.
 
     The reference "dense" is `Muon` in a single process. The `about` attribute of its result contains the rank's plan
     and the number of messages that the rank sends per step. On 4 ranks, and for every third layout on 2 ranks,

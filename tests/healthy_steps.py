@@ -14,7 +14,7 @@ from shardmuon import Muon, audit
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
 VARIANTS = ("normuon", "muon_eq", "hyperball", "muon_eq+normuon", "muon_eq+hyperball", "normuon+hyperball")
-# The audit tests run consecutive seeds, which use these variants in the order of the list.
+# The audit tests call `healthy` with consecutive seeds, which select the variants in IN_TURN in the order of the list.
 IN_TURN = (*VARIANTS, *[None] * len(VARIANTS), *LATER)
 SPECTRA = ("gauss", "power", "six decades", "rank 1", "rank 2", "low rank and noise", "orthogonal", "spike", "ones")
 
@@ -52,7 +52,7 @@ def healthy(
     """
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    # The Gram form does not support bf16.
+    # bf16 excludes method="gram", because the Gram form of Newton-Schulz does not support bf16.
     method = draw.choice(["standard", "standard", "standard", "torch"] if dtype == "bf16" else ["standard", "gram"])
     options: dict[str, Any] = {
         "method": method,

@@ -1,9 +1,10 @@
 """Functions that find every function of the package that runs before a collective, and raise an exception in one of
 them at a time.
 
-A trace function is called at every call, including calls of lambdas, properties and generators. If it raises an
-exception, the exception appears to come from the called function, before its first line. A profile function would also
-be called at every return and at every call of a C function, which takes several times as long.
+The exceptions are raised by a trace function, which Python calls at every function call, including calls of lambdas,
+properties and generators. An exception in the trace function appears to come from the called function, before its first
+line. A profile function would also be called at every return and at every call of a C function, which takes several
+times as long.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ TRANSPORT = {
     ("gradients/clip.py", "_or_dropped"),
     ("gradients/clip.py", "norm"),
 }
-# Without DeepSpeed, the generators in UNREAD are closed before their first iteration. An exception in such a generator
-# has no effect, because Python ignores exceptions that a generator raises while it is closed.
+# Without DeepSpeed, the generators in UNREAD are closed before their first iteration. The tests raise no exception in
+# these generators, because Python ignores exceptions that a generator raises while it is closed.
 UNREAD = {("frameworks/deepspeed.py", "<genexpr>")}
 COLLECTIVES = {("comm/groups.py", name) for name in ("merge", "share")}
 
@@ -103,8 +104,8 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the line numbers of all comprehensions outside `with` blocks in the `TRANSPORT` functions of a file. These
-    comprehensions process the messages that other ranks sent, so no exception is raised in them."""
+    """Return the line numbers of all comprehensions outside `with` blocks in those functions of a file that TRANSPORT
+    lists. Such comprehensions process the messages of other ranks, so the tests raise no exception in them."""
     found: set[int] = set()
 
     def walk(node: ast.AST) -> None:
@@ -122,12 +123,12 @@ def _sorting(file: str) -> frozenset[int]:
 
 
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """Return the functions that run in `call()` after the function `begin` is entered and before a collective.
+    """Return the package's functions that `call()` enters after the function `begin` and before a collective.
 
     Without `last`, this collective is the first one. With `last`, it is the last one before the function `last` is
     entered. With last="<end>", all functions up to the end of the call are returned.
     """
-    # Each entry is a function and the number of collectives that ran before the function was entered.
+    # Each entry of `found` is a function and the number of collectives that ran before the function was entered.
     found: list[tuple[Place, int]] = []
     state = {"begun": False, "ended": False, "collectives": 0}
 
@@ -170,8 +171,8 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         code = frame.f_code
         if not state["begun"]:
             state["begun"] = code.co_name == after and code.co_filename.startswith((ROOT, SATELLITES))
-        # The line number is compared first, because `Place.of` hashes the code object, which would be slow for every
-        # call.
+        # Compare the line numbers of the called function and of `place` first, because `Place.of` hashes the code
+        # object, which would be slow for every call.
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
@@ -202,8 +203,8 @@ KINDS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError(MARK),
     KeyboardInterrupt(MARK),
 )
-# `step` raises exceptions of these types unchanged on the rank where they occur. It converts other exceptions to a
-# ValueError.
+# `step` raises exceptions of the types in STAYS unchanged on the rank where they occur, and converts other exceptions
+# to a ValueError.
 STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 
@@ -253,8 +254,9 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """Gather `raised` and `called` from every rank. Each rank's part of the gathered tensor starts with a number that
-    never starts a message of the package, so that a rank that is in a different collective is detected."""
+    """Gather from every rank whether its call raised an error and whether the function in which to raise the exception
+    ran. Each rank's part of the gathered tensor starts with a number that never starts a message of the package, so
+    that a rank that is in a different collective is detected."""
     number = 0x5EED0F7E57
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -303,8 +305,8 @@ def plant(
         for number in (1, 3) if again and at % 4 == 1 else (1,):
             error = kinds[(at + number - 1) % len(kinds)]
             if place.name == "is_aligned" and isinstance(error, ValueError):
-                # The caller of `is_aligned` catches a ValueError and raises an error of its own, so an exception of
-                # another type is planted in `is_aligned`.
+                # The caller of `is_aligned` replaces a ValueError with an error of its own, so an exception of another
+                # type is raised in `is_aligned`.
                 error = kinds[(at + number) % len(kinds)]
             victim = (at + at // len(kinds)) % dist.get_world_size()
             before(at)

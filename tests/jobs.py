@@ -49,7 +49,7 @@ def as_in(layout: str) -> Cut:
 
 
 class Spec(NamedTuple):
-    """A parameter of a job. With `lacks`, ranks that store no element of the parameter have no gradient, as in
+    """A parameter of a `Job`. With `lacks`, ranks that store no element of the parameter have no gradient, as in
     Megatron-FSDP."""
 
     name: str
@@ -156,7 +156,7 @@ class Job:
         self.optimizer.step()
 
     def held(self, *, gradients: bool = True) -> dict[str, object]:
-        """Return everything that a step may change: options, weights, gradients and state."""
+        """Return everything in the job that a step may change: options, weights, gradients and optimizer state."""
         found: dict[str, object] = {"groups": len(self.groups)}
         for at, group in enumerate(self.groups):
             found |= {f"{at} {key}": repr(value) for key, value in group.items() if key != "params"}
@@ -258,7 +258,8 @@ def in_gradient(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Ten
             p.grad = torch.zeros_like(p)
             p.grad.data = made
         else:
-            # By default, torch refuses a gradient whose dtype differs from the parameter's dtype.
+            # Set grad_dtype to None, because torch otherwise refuses a gradient whose dtype differs from the
+            # parameter's.
             p.grad_dtype = None
             p.grad = made
 

@@ -2,9 +2,9 @@
 
 [Note: tensors that gloo still holds]
     gloo's thread reports the end of a collective before it frees its tensors, so on a busy machine the next step may
-    count these tensors. Even on two idle cores, this happened after one in seven of 300 waits. The measurement
-    therefore passes uncounted copies to gloo and runs every exchange synchronously, so that the count does not depend
-    on timing.
+    count these tensors. Even on two idle cores, gloo still held tensors after one in seven of 300 waits. The
+    measurement therefore passes uncounted copies to gloo and runs every exchange synchronously, so that the count does
+    not depend on timing.
 """
 
 from __future__ import annotations

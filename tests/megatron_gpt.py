@@ -117,7 +117,7 @@ def gpt(
 
     values: dict[str, Any] = {
         "num_layers": 1,
-        # With these sizes, shards of flat buffers end in the middle of rows on 2, 3 and 4 ranks.
+        # With the sizes of this config, shards of flat buffers end in the middle of rows on 2, 3 and 4 ranks.
         "hidden_size": 24,
         "num_attention_heads": 4,
         "num_query_groups": 2,

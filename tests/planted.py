@@ -124,7 +124,8 @@ def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
 
 
 def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault in which the step calls `change` instead of the orthogonalization function."""
+    """Return a fault that replaces orthogonalization: the step calls `change` on each batch of matrices instead of the
+    orthogonalization function."""
     return replaced("orthogonalize", lambda original: lambda x, *a, **k: change(x))
 
 
@@ -194,8 +195,8 @@ def _failing_after_the_step(original: Any) -> Any:
 
 
 def _rolled(original: Any) -> Any:
-    """Return a replacement for `apply_` that gives each matrix the update of the next matrix of the same shape, even if
-    different ranks orthogonalized the two matrices."""
+    """Return a replacement for `apply_`, which applies updates to weights. The replacement gives each matrix the update
+    of the next matrix of the same shape, even if different ranks orthogonalized the two matrices."""
 
     def apply_(params: Tensors, given: Tensors, *args: Any, **options: Any) -> None:
         alike = [[j for j, other in enumerate(given) if other.shape == one.shape] for one in given]
@@ -235,7 +236,8 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = 0  # If an audit checks only one matrix, audit number 0 checks matrix 0.
+    # Set the number of earlier audits to 0, because audit number 0 checks matrix 0 if it checks only one matrix.
+    job.optimizer.audits.num_audits = 0
     return _results(lambda o: o.roll(-1, 0))(job)
 
 
@@ -304,8 +306,8 @@ def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
 
 
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
-    """Return a fault in which the function `run` replaces the post-processing stage `stage`. The function `scaled_`,
-    which combines several stages, is replaced with a function that applies the stages one after another."""
+    """Return a fault in which the function `run` replaces the pre- or post-processing stage `stage`. The function
+    `scaled_`, which combines several stages, is replaced with a function that applies the stages one after another."""
 
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
@@ -368,7 +370,7 @@ def _kept(job: Job, key: str) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, the job in which it is planted, and everything that the audit must report."""
+    """A fault, a description of the job in which it is planted, and everything that the audit must report."""
 
     plant: Plant
     names: set[str]
@@ -376,17 +378,18 @@ class Fault:
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    # Findings that an audit may also report, depending on which rank owns a matrix.
+    # Findings that an audit may report in addition to `names`, for example because they depend on which rank owns a
+    # matrix.
     also: set[str] = field(default_factory=set)
-    # If True, the fault is visible only in exact comparisons or only with the matmul dtype of `options`, so no other
-    # matmul dtype is tested.
+    # If True, the audit finds the fault only in bitwise comparisons or only with the matmul dtype of `options`, so no
+    # other matmul dtype is tested.
     exact: bool = False
     samples: int = 8
     dtype: torch.dtype = torch.float32
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # An audit may also report "wrong_matrix" if the rows of an update have wrong norms.
+_LENGTH = ("wrong_matrix",)  # additional finding that is allowed for faults that give the rows of an update wrong norms
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -396,7 +399,7 @@ def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (),
 
 
 def _left_out(variant: str) -> Fault:
-    """Return a fault in which the first post-processing stage of a variant does nothing."""
+    """Return a fault in which the first pre- or post-processing stage of a variant does nothing."""
     stage, names = VARIANTS[variant][0], CASES[variant].left_out
     how = ("run_", _divided_alone) if isinstance(stage, BeforeStage) else ("factor", _ones)
     also = _LENGTH if "kept_wrong" in names else ()
@@ -426,8 +429,8 @@ FAULTS = {
     "scale of the shard": Fault(
         replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
-        # The learning-rate scale depends on the larger dim. Sharding by rows makes this dim smaller only for the
-        # matrices "a" to "d", so the scale of "square" and "wide" stays correct.
+        # The learning-rate scale depends on the larger dim of a matrix. In a row shard, this dim is smaller only for
+        # the matrices "a" to "d", so the scale that the fault computes for "square" and "wide" is still correct.
         FOUR,
         says=" shard, not ",
     ),
@@ -492,8 +495,8 @@ FAULTS = {
         {"orthogonalized_count", "momentum_wrong"},
         {*ALL, "rank 0", "rank 1"},
         says="6 matrices went through the orthogonalizer in the step. Allowed: 3",
-        # The direction of the second update determines whether an audit also reports "update_differs" or "scale_wrong",
-        # so both are allowed.
+        # The fault runs the whole update twice. The direction of the second update determines whether an audit also
+        # reports "update_differs" or "scale_wrong", so both are allowed.
         also={"update_differs", "scale_wrong"},
     ),
     "weights of one replica": Fault(
@@ -518,7 +521,8 @@ FAULTS = {
         {"wide"},
         "ddp",
         "the momentum on rank(s) 1",
-        # The audit uses the momentum of rank 0 for all replicas, so the update looks wrong if rank 1 owns the matrix.
+        # The momentum is wrong on rank 1 only. The audit uses the momentum of rank 0 for all replicas, so the update
+        # looks wrong if rank 1 owns the matrix.
         also={"wrong_matrix", "update_differs"},
         exact=True,
     ),
@@ -556,8 +560,8 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    # The rank that fails still sends as many elements as the other ranks expect, so that the other ranks do not wait
-    # forever.
+    # The rank on which reading fails still sends as many elements as the other ranks expect, so that the other ranks do
+    # not wait forever.
     "reading fails on one rank": Fault(
         replaced("_elements", _failing_after_the_step, live.StepAudit, rank=1),
         {"audit_failed", "not_finite"},
@@ -581,11 +585,11 @@ FAULTS = {
     ),
     "NorMuon: its state of one replica": Fault(
         now(lambda job: [v.mul_(1.25) for v in _kept(job, "second_moment")], rank=1),
-        # Only matrices that rank 1 owns are reported. For other matrices, the audit gets the correct state from the
-        # owner.
+        # NorMuon's state is wrong on rank 1 only, so the audit reports only matrices that rank 1 owns. For other
+        # matrices, the audit gets the correct state from the owner.
         {"kept_wrong"},
-        # With fp32 matmuls, the error of the update also exceeds the tolerance, so the audit reports "wrong_matrix",
-        # too.
+        # With fp32 matmuls, the error that wrong NorMuon state causes in the update also exceeds the tolerance, so the
+        # audit reports "wrong_matrix", too.
         also={"wrong_matrix"},
         layout="ddp",
         options={"variant": "muon_eq+normuon"},
@@ -677,8 +681,8 @@ def check_caught(name: str, reports: Sequence[AuditReport]) -> None:
     for report in reports:
         names, where = names_of(report), {finding.where for finding in report.findings}
         assert names and fault.names <= names <= fault.names | fault.also, f"{name}: {names}"
-        # A rank that owns only one of the four matrices has no results to swap, so the audit need not report all four
-        # matrices.
+        # In the fault "results of matrices swapped", a rank that owns only one of the four equal matrices has no
+        # results to swap, so the audit need not report all four matrices.
         if name == "results of matrices swapped":
             assert len(where) >= 2 and where <= FOUR
         elif fault.where is not None:

@@ -35,7 +35,7 @@ while asked := sys.stdin.readline():
         exec(compile(sys.argv[0], "script", "exec"), {"__name__": "__main__"})
         break
 """
-# The list contains the process that forks ranks. It is empty until that process is started.
+# The process that forks ranks, in a list that is empty until the process is started.
 _parent: list[subprocess.Popen[str]] = []
 
 

@@ -90,8 +90,8 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # The standard and the Gram method are assumed to reach the same fraction of the peak rate. The lower ends of the
-    # two time intervals are therefore divided by each other, and so are the upper ends.
+    # The standard and the Gram method are assumed to reach the same fraction of the peak rate. The ratio of their times
+    # therefore ranges from the ratio of the lower ends to the ratio of the upper ends of the two time intervals.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 

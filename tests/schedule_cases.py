@@ -38,10 +38,10 @@ class ScheduleCase(NamedTuple):
 CASES = {
     ("keller", 5): ScheduleCase((0.68, 1.13), 485, (0.155, 0.204, 0.401, 0.184, 0.247), (1, 1)),
     ("quintic", 5): ScheduleCase((0.98, 1.03), 493, (0.0168, 0.08, 0.371, 0.085, 0.0154), (1, 1)),
-    # With this schedule, the Gram form restarts at the step that Dao-AILab's autotuner chooses.
+    # With 5 steps of "polar_express", the Gram form restarts at the step that Dao-AILab's autotuner chooses.
     ("polar_express", 5): ScheduleCase((0.87, 1.12), 976, (0.086, 0.098, 0.268, 0.087, 0.095), ((2,), 1)),
     ("polar_express", 6): ScheduleCase((1.0, 1.0), 1828, (0.00099, 0.0218, 0.155, 0.0011, 0.0013), (2, 2)),
-    # In the next row, an error of 0.0 means that the iteration has converged after 8 steps, and that only fp64 rounding
+    # With 8 steps of "polar_express", some errors are 0.0, because the iteration has converged, and only fp64 rounding
     # errors remain.
     ("polar_express", 8): ScheduleCase((1.0, 1.0), 6363, (0.0, 5.6e-5, 0.0089, 0.0, 0.0), (2, 2)),
     ("cans", 5): ScheduleCase((0.86, 1.11), 998, (0.079, 0.093, 0.263, 0.081, 0.081), (1, 1)),

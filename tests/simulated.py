@@ -55,7 +55,7 @@ def quick_plans() -> Any:
     return mock.patch.object(planner, "_NUMS", (1, 4))
 
 
-# With the rates of PAIRS, each replica of these layouts orthogonalizes all matrices itself.
+# With the rates of the machine PAIRS, each replica of the layouts in REPLICATED orthogonalizes all matrices itself.
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
@@ -173,7 +173,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# OPTIONS gives, for each view of VIEWS, the options of a parameter group that result in this view.
+# OPTIONS gives, for each view of VIEWS, the options of a parameter group that result in this matrix view.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.testing.pool import RankPool
 
-# Importing torch.distributed.optim compiles functional optimizers with torch.jit.script, which is deprecated and raises
-# a warning.
+# Importing torch.distributed.optim compiles functional optimizers with torch.jit.script. This function is deprecated,
+# so the import raises a warning, which is ignored here.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -80,8 +80,8 @@ def test_a_step_takes_a_few_buckets_of_memory_and_about_the_kernels_of_the_stand
     with an addition first copies its addend. The kernel limits are therefore up to one and a half times those of the
     simulated device."""
     optimizer = make_optimizer(make_model(CUDA, d=768, layers=12, num_vectors=50), **CONFIGS[config])
-    # The memory limit is that of test_cuda_shape.py, plus 10% for allocator blocks and 64 MiB for the workspace of the
-    # matmul library.
+    # The memory limit is the one in test_cuda_shape.py, plus 10% for allocator blocks and 64 MiB for the workspace of
+    # the matmul library.
     assert bytes_above(CUDA, optimizer.step) <= 1.1 * (6 * 32 * 2**20 + 4 * 2**24) + 2**26
     assert kernels_of(optimizer.step) <= kernels
 

@@ -51,7 +51,7 @@ def test_positional_arguments_are_torch_optim_muons() -> None:
     # `Muon` must start with the arguments that torch.optim.Muon has before `eps`, in the same order, so that positional
     # arguments keep their meaning.
     same = [wanted.name for wanted in theirs].index("eps")
-    # torch.optim.Muon has a default for lr, but `Muon` does not.
+    # torch.optim.Muon has a default for lr, but `Muon` requires an lr, so the comparison ignores this default.
     wanted = [p.replace(default=None) if p.name == "lr" else p for p in theirs[:same]]
     assert [(p.name, p.kind, p.default) for p in ours[:same]] == [(p.name, p.kind, p.default) for p in wanted]
     assert {p.kind for p in ours[same:-1]} == {inspect.Parameter.KEYWORD_ONLY}
@@ -244,7 +244,7 @@ def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[..., Any], 
 
 # ---------------------------------------------------------------------------------------------- what is computed
 
-# Formulas for the scale of a matrix with r rows and c columns, keyed by the value of adjust_lr_fn.
+# Formulas for the learning-rate scale of a matrix with r rows and c columns, keyed by the value of adjust_lr_fn.
 SCALES: dict[Any, Callable[[int, int], float]] = {
     **dict.fromkeys(("original", None), lambda r, c: math.sqrt(max(1.0, r / c))),
     "match_rms_adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
@@ -255,7 +255,8 @@ SCALES: dict[Any, Callable[[int, int], float]] = {
 
 
 def recovered(adjust: Any, shape: tuple[int, int], **options: Any) -> Tensor:
-    """Take one step, and return the scaled orthogonal factor in fp64, which is (before - after) / lr."""
+    """Take one step, and return the orthogonalized matrix times its learning-rate scale, in fp64. It is recovered from
+    the weights as (before - after) / lr."""
     p = nn.Parameter(normal(*shape).double())
     before = p.detach().clone()
     optimizer = Muon([p], lr=0.5, weight_decay=0.0, adjust_lr_fn=adjust, **options)
@@ -283,7 +284,8 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
 def test_cautious_decay_has_the_bits_of_a_choice(dtype: torch.dtype, factor: float | Tensor) -> None:
     special = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-42, 1.0])
     ordinary = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    # The Cartesian product pairs every special value of the weight with every special value of `agreement`.
+    # The Cartesian product pairs every special value of the weight with every special value of `agreement`, whose sign
+    # determines whether cautious weight decay applies.
     pairs = torch.cartesian_prod(special, special).T
     weight, agreement = (torch.cat([part, ordinary.roll(i)]).to(dtype) for i, part in enumerate(pairs))
     expected = torch.where(agreement > 0, weight * factor, weight)

@@ -1,5 +1,5 @@
-"""One row for each variant with post-processing stages, with expected values that tests cannot derive from the stages.
-A new variant needs a new row.
+"""One row for each variant with pre- or post-processing stages, with expected values that tests cannot derive from the
+stages. A new variant needs a new row.
 
 The file has data only, because `make golden` also imports it together with older revisions of the package.
 """
@@ -15,11 +15,11 @@ class VariantCase(NamedTuple):
     Attributes:
         launches: Largest number of kernels that the variant may add to a step on an accelerator, for a model of one
             layer and for a model of four layers. If a number is too small, test_cuda_shape.py prints the number found.
-        left_out: All findings that an audit must report when the variant's first post-processing stage is left out. For
-            a stage before the orthogonalizer, this is usually "variant_wrong". For a stage after the orthogonalizer
-            that keeps state, it is "kept_wrong", and for a stage on weights, "norm_wrong". Wrong rows or columns give
-            "wrong_matrix", and a single wrong factor gives "clipped_update" or "scale_wrong". If the findings differ,
-            test_audit.py prints them.
+        left_out: All findings that an audit must report when the variant's first pre- or post-processing stage is left
+            out. For a stage before the orthogonalizer, this is usually "variant_wrong". For a stage after the
+            orthogonalizer that keeps state, it is "kept_wrong", and for a stage on weights, "norm_wrong". Wrong rows or
+            columns give "wrong_matrix", and a single wrong factor gives "clipped_update" or "scale_wrong". If the
+            findings differ, test_audit.py prints them.
     """
 
     launches: tuple[int, int]

@@ -70,8 +70,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
     for at, optimizer in enumerate(made):
         if at:
             optimizer.load_state_dict(copy.deepcopy(made[at - 1].state_dict()))
-        # If torch.optim.AdamW loads a state dict that Muon saved, its parameter groups lose the options that Muon does
-        # not have, such as amsgrad, so the test sets these options again.
+        # A state dict that Muon saved lacks options that Muon does not have, such as amsgrad. torch.optim.AdamW loses
+        # these options when it loads the state dict, so the test sets them again.
         if at == 2:
             optimizer.param_groups[0].update(fused=True, amsgrad=False, maximize=False, foreach=None, capturable=False)
         run(optimizer, params, (2 * at, 2 * at + 1))
@@ -180,8 +180,8 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_tensors_of_unlike_step_counts_keep_their_own(dtype: torch.dtype) -> None:
-    """Small tensors with equal step counts are copied into one padded buffer, which the fused kernel updates with a
-    single step count. Tensors with different step counts must not share a buffer."""
+    """Small tensors with equal step counts are copied into one padded buffer, which the fused AdamW kernel updates with
+    a single step count. Tensors with different step counts must not share a buffer."""
     mine, alone = (parameters(dtype, ((3,), (5,), (7,), (9, 1))) for _ in range(2))
     together, single = Muon(adamw_group(mine), lr=1e-3), [Muon(adamw_group([p]), lr=1e-3) for p in alone]
     for seed in range(4):

@@ -114,8 +114,8 @@ def _moved(job: Job) -> None:
 
 
 def _given(**options: Any) -> Callable[[Job], None]:
-    """Return a fault that replaces the optimizer with one that has the same parameter groups but different constructor
-    options."""
+    """Return a fault that replaces the job's optimizer with one that has the same parameter groups but different
+    constructor options."""
 
     def do(job: Job) -> None:
         keys = {"params", "param_names", "process_group", "use_muon", "adjust_lr_fn"}
@@ -260,8 +260,8 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
         elif kind == "mesh":
             mesh, placements = mesh_of((2, 2)), (Replicate(), Shard(0))
             local = torch.ones(5, 8)
-        # In the kind "crossed", the tensor's placements on the two mesh axes are swapped, so an off-diagonal rank of
-        # the mesh stores a different block of the same shape.
+        # A "crossed" tensor has swapped placements on the two mesh axes, so an off-diagonal rank of the mesh stores a
+        # different block of the same shape.
         elif kind == "crossed":
             placements = placements[::-1]
         else:
@@ -307,8 +307,9 @@ GRID_FAULTS: dict[str, Fault] = {
     ),
     "resharded, crossed": Fault(_swapped(_placed("crossed")), r"rows: |describe them differently"),
 }
-# WHOLE_FAULTS replace the optimizer. Before its first vote, an optimizer finds only the ranks with which it shares
-# parameters directly, so these faults are tested only in layouts where one rank set contains every rank.
+# WHOLE_FAULTS replace the optimizer of the faulty rank with one that has different constructor options. Before its
+# first vote, an optimizer finds only the ranks with which it shares parameters directly, so these faults are tested
+# only in layouts where one rank set contains every rank.
 WHOLE_FAULTS: dict[str, Fault] = {
     "another size of buckets": Fault(_given(bucket_bytes=128), "describe them differently"),
     "another method": Fault(_given(method="torch"), "describe them differently"),
@@ -343,9 +344,9 @@ CALLS = {
 }
 OF_ADAMW = (" eps", " betas", " adamw")
 Round = dict[int, str]  # For one call on all ranks, a Round maps each rank with a fault to the name of the fault.
-# Found holds the class and the message of the exception that a call raised on one rank, and the names of all wrong
-# values: those changed by the call that raised, and those that differ after the next step from an identical job that
-# never made this call.
+# Found describes a call on one rank: the class and the message of the exception that the call raised, and the names of
+# all wrong values. A value is wrong if a call that raised has changed it, or if it differs after the next step from its
+# value in an identical job that never made the call.
 Found = tuple[str, str, list[str]]
 
 
@@ -387,8 +388,8 @@ def _component(layout: str, ranks: set[int]) -> set[int]:
 
 
 def _check(layout: str, call: str, rounds: Sequence[Round], everyone: Sequence[list[Found]]) -> int:
-    """Check the errors that all ranks raised in each round (one call on all ranks, with faults on some of them). Return
-    the number of rounds in which the call raised an error."""
+    """Check that in each round (one call on all ranks, with faults on some of them), the call raised errors on the
+    right ranks. Return the number of rounds in which it raised an error."""
     refused = 0
     for number, faults in enumerate(rounds):
         concerned = _component(layout, set(faults))

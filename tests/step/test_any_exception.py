@@ -215,13 +215,15 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    # The name "_none" matches no function, so exceptions are raised in all functions up to the last message exchange.
+    # No function has the name "_none", which is passed as `last`, so exceptions are raised in all functions that run
+    # before the last message exchange.
     return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
-    """Return the names of all functions that the call enters, the names of those in which an injected exception went
-    unnoticed, and the number of injected exceptions that made all ranks raise an error."""
+    """Raise exceptions in the functions of a call, one at a time. Return the names of all functions that the call
+    enters, the names of those in which an exception went unnoticed, and the number of exceptions that made all ranks
+    raise an error."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
     _, jobs, what, _, stride = CASES[name]
@@ -232,9 +234,9 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # For "unscale" and "clip twice", gradients may change although the call raised an error, so they are not
-        # compared. After a failed unscaling, gradients must be recomputed anyway, and clipping may redistribute a
-        # gradient before its second message exchange.
+        # For the calls "unscale" and "clip twice", gradients are not compared with those before the call, because they
+        # may change although the call raised an error. After a failed unscaling, gradients must be recomputed anyway,
+        # and clipping may redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
         # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in an exception class of its
         # own, so the exceptions in STAYS do not keep their type.

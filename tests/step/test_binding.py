@@ -34,7 +34,7 @@ def test_the_plan_is_what_is_known() -> None:
 @pytest.mark.parametrize("given", [(0,), (), None], ids=str)
 def test_copies_and_pickles_take_every_attribute_of_the_constructor(given: tuple[int, ...] | None) -> None:
     """Copied and pickled optimizers must have every attribute that the constructor sets, and must keep the process
-    group of a parameter group. They must not have the plan, or attributes that a user has added."""
+    group of a parameter group. Copies must not have the plan or attributes that a user has added."""
     options = {"method": "gram", "momentum_dtype": "int8"}
     optimizer = Job([{"params": [Spec("a", (6, 8))]}], **options).optimizer
     optimizer.prepare()
@@ -75,8 +75,9 @@ def _drifted(x: Tensor, where: Tensor, by: Tensor) -> Tensor:
 def test_no_drift_by_an_ulp_is_missed(size: int, count: int, trials: int) -> None:
     """A fingerprint must change when a few elements drift by one ulp.
 
-    Weaker checksums miss some of these drifts: a weighted sum of the words misses about 12 of the 3,000 drifts of size
-    64, and a plain or index-weighted sum misses neighboring elements that drift in opposite directions.
+    Weaker checksums miss some of these drifts: a weighted sum of a tensor's words misses about 12 of the 3,000 drifts
+    of a 64-element tensor, and a plain or index-weighted sum misses neighboring elements that drift in opposite
+    directions.
     """
     draw = torch.Generator().manual_seed(size + count)
     x = torch.randn(size, generator=draw)

@@ -109,7 +109,8 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
     """Return a regular expression for the error message of an interrupted step. It accepts the names of phases number
-    `first` to `last`, counted in the order of `turns`. If `relays` is True, buckets have a relay phase."""
+    `first` to `last`, counted in the order of `turns`. If `relays` is True, each bucket has an additional phase in
+    which one replica passes results on to the others."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
@@ -120,8 +121,8 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
 # - The first phase is that of the oldest exchange that the dead rank may have sent only in part, or of the first
 #   exchange that another rank starts after the failure.
 # - The last phase is the wait for the first exchange that the dead rank never started.
-# In "relay", the rank dies after it has received its own results, but before it has sent any of them to the other
-# replica.
+# In the case "relay", the rank dies after it has received its results, but before it has passed any of them on to the
+# other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", Traffic, "start", 2, _in_turns(1, 5)),
@@ -211,8 +212,8 @@ def main(rank: int, name: str, store: str) -> None:
     weights, state = _weights(job), copy.deepcopy(job.optimizer.state_dict())
     _set_timeout(case.timeout)
     if name == "norms, lives":
-        # Without optimizer state, the step reduces the norms of weights over ranks before the update. The rank fails in
-        # this reduction.
+        # After the optimizer state is cleared, the step sums the norms of weights over ranks before the update. The
+        # rank fails in this sum.
         job.state.clear()
     if rank == VICTIM:
         _arrange(case, store)

@@ -52,8 +52,8 @@ def _values(tensor: Tensor) -> Tensor:
 def _made(
     cut: Cut = _there, which: Sequence[int] = range(len(SHAPES)), dtype: torch.dtype = FP32, **options: Any
 ) -> Job:
-    """Return a job with the parameters of SHAPES whose indices are in `which`. `cut` converts each full parameter; by
-    default, it moves the parameter to the simulated device."""
+    """Return a job with the parameters of SHAPES whose indices are in `which`. The function `cut` converts each full
+    parameter; the default function moves the parameter to the simulated device."""
     specs = [Spec(f"{i}", SHAPES[i], cut, dtype=dtype) for i in which]
     kinds: dict[int, dict[str, Any]] = {2: {}, 3: {"view": "stack"}, 1: {"use_muon": False}}
     groups = [{"params": [spec for spec in specs if len(spec.shape) == n], **kind} for n, kind in kinds.items()]
@@ -295,9 +295,10 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert above <= max(c.peak for c in Exact.of_plan(plan).classes), "what `shardmuon plan` says"
 
 
-# Upper limits on the launches that a variant adds to a steady-state step of one rank. The first limit is for 4 matrices
-# of 4 shapes, the second for 16 matrices of the same shapes. The elements of each matrix are summed in a separate
-# launch, so that the bits of a matrix do not depend on other matrices. All other operations run on batches or lists.
+# Upper limits on the launches that a variant adds to a steady-state step of one rank. The first limit applies to 4
+# matrices of 4 shapes, and the second to 16 matrices of the same shapes. The elements of each matrix are summed in a
+# separate launch, so that the bits of a matrix do not depend on other matrices. All other operations run on batches or
+# lists.
 ADDED = {name: case.launches for name, case in CASES.items()} | {"muon_eq+normuon": (88, 136)}
 
 
@@ -311,7 +312,8 @@ def test_a_variant_adds_few_launches(variant: str) -> None:
 
 
 def test_a_column_cut_costs_launches_only_for_what_is_cut() -> None:
-    """One foreach call must update all dense tensors at once. Only non-dense tensors may take launches of their own."""
+    """If some of the weights are column shards, one foreach call must still update all dense tensors at once. Only
+    non-dense tensors may take launches of their own."""
     with CudaShape(values=False) as mode:
         cut = torch.empty(16, 64, device=CUDA)[:, :32]
         params = [nn.Parameter(t) for t in (cut, *torch.empty(20, 16, 32, device=CUDA))]

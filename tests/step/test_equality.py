@@ -38,7 +38,7 @@ def _audited(layout: str, **given: Any) -> Comparison:
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
-    # TransformerEngine tests its own Muon with the following options. Its other names for learning-rate scales are
+    # TransformerEngine tests its own Muon with the options in this list. Its other names for learning-rate scales are
     # aliases of the scales tested in this file.
     (Comparison.with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
     (Comparison.with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
@@ -100,8 +100,8 @@ def test_a_row_cuts_later_tensors_as_its_builder_does() -> None:
     full = {name: torch.randn(case.shape).bfloat16() for name, case in PARAMS.items()}
     for name, row in LAYOUTS.items():
         shape = row.mesh(dist.get_world_size())
-        # The first call of `build` shards tensors of zeros and caches how they are sharded. The second call must shard
-        # tensors with other values in the same way.
+        # The first call of a layout's `build` shards tensors of zeros and caches how they are sharded. The second call
+        # must shard tensors with other values in the same way.
         row.build({n: torch.zeros_like(t) for n, t in full.items()}, shape)
         cut, built = row.build(full, shape), row.builder(full, shape)
         assert [n for n in built if _seen(cut[n]) != _seen(built[n])] == [], name
@@ -137,8 +137,8 @@ def _bytes(wire: torch.dtype) -> int:
         steps=1,
         lr=1e-3,
         ns_dtype=wire,
-        # `Comparison.with_dense` sets method="standard". With method="auto", owners would be assigned based on the
-        # estimated cost of the chosen methods.
+        # `Comparison.with_dense` sets method="standard", so the assignment of matrices to owners does not depend on the
+        # estimated cost of different methods.
     )
     return found.traffic.bytes_sent
 
@@ -181,8 +181,9 @@ def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
 def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    # Both optimizers round every matmul to bf16, but one normalizes before the cast to bf16 and the other after it, so
-    # some roundings differ. The weights start at zero, because larger bf16 weights would round the update away.
+    # `Muon` and torch.optim.Muon both round every matmul to bf16, but one normalizes before the cast to bf16 and the
+    # other after it, so some roundings differ. The weights start at zero, because larger bf16 weights would round the
+    # update away.
     start = torch.zeros(shape, dtype=dtype)
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -69,8 +69,8 @@ def _assert_bitwise(pool: RankPool, layout: str) -> None:
     ("world", "layout"), [*(pytest.param(*of, marks=pytest.mark.stated) for of in FEW), *((4, name) for name in KINDS)]
 )
 def test_layouts_of_each_kind_have_the_bits_of_one_process(world: int, layout: str) -> None:
-    """The reference runs in the rank's own process. The test of one optimizer per matrix shows that the results in such
-    a process are bitwise identical to those in a fresh process."""
+    """The single-process reference runs in the process of each rank, not in a fresh process. The test of one optimizer
+    per matrix shows that the results are bitwise identical in both kinds of processes."""
     _assert_bitwise(RankPool.cached(world), layout)
 
 

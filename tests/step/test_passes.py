@@ -111,7 +111,8 @@ def test_both_forms_of_the_norm_are_right_at_any_scale(
     wanted = _reference(x.mT)
     assert float((found.double() - wanted).abs().max()) <= bound * float(wanted.abs().max())
     info = torch.finfo(dtype)
-    # The cast to `dtype` may flush the whole input to zero only if `factor` is below the smallest subnormal of `dtype`.
+    # The test input is multiplied by `factor`. The cast to `dtype` may flush the whole input to zero only if `factor`
+    # is below the smallest subnormal of `dtype`.
     assert (x != 0).any() or factor < info.smallest_normal * info.eps
 
 
@@ -141,8 +142,8 @@ def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Gram form halves the FLOPs but would run in fp32, so it must not be chosen if bf16 matmuls run at several
-    times the rate of fp32."""
+    """With method="auto", the Gram form, which halves the FLOPs but would run in fp32, must not be chosen if bf16
+    matmuls run at several times the rate of fp32."""
     monkeypatch.setattr("shardmuon.orthogonalize.cpu_has_bf16_matmul", lambda: native)
     found = Choice.made("auto", None, (384, 1536), KELLER, CPU)
     assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
@@ -200,7 +201,7 @@ def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]
 @pytest.mark.parametrize("shape", [(37, 101), (101, 37), (1, 9), (9, 1), (64, 64)], ids=str)
 def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Norms of rows and columns must be as accurate as sums in fp32, or in fp64 for fp64 matrices. A sum of n positive
-    terms has at most n roundings. The squares and the root add six more roundings."""
+    terms has at most n roundings. Squaring the terms and taking the root of the sum add six more roundings."""
     wide = torch.float64 if dtype == torch.float64 else FP32
     for turned in (False, True):
         x = normal(1, *shape).to(dtype)
@@ -237,8 +238,8 @@ def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turn
     for matrix in one_by_one.split(1):
         MuonEq().run_(matrix)
     _unit_anyway_(x)
-    # `few` counts the roundings of a sum of 40 squares, two square roots, their product, its reciprocal and the final
-    # product.
+    # Except in bf16, the allowed number of roundings `few` counts the roundings of a sum of 40 squares, two square
+    # roots, their product, its reciprocal and the final product.
     few = 40 + 6 if dtype != BF16 else 2
     for found in (x, one_by_one):
         assert_rounded(found[:3], rows[:3], roundings=few, dtype=dtype)

@@ -118,8 +118,8 @@ VECTOR_CHANGES: dict[str, Change] = {
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
-    """Run the validation of gradients and optimizer state that precedes a step. Return everything that it computes, or
-    the error that it raises."""
+    """Run the validation of gradients and optimizer state that precedes a step. Return a dict with everything that the
+    validation computes, or with the text of the error that it raises."""
     binding = optimizer.binding
     assert binding is not None
     with torch.no_grad():
@@ -132,8 +132,8 @@ def _validated(optimizer: Muon) -> dict[str, object]:
 
 
 def _told(found: object) -> object:
-    """Replace all tensors in a result of validation with their dtypes, strides and values, so that two results can be
-    compared with `==`."""
+    """Replace all tensors in the result of `_validated` with their dtypes, strides and values, so that the results of
+    two validations can be compared with `==`."""
     return tree_map_only(Tensor, lambda t: (t.dtype, t.stride(), t.device if t.is_meta else t.tolist()), found)
 
 

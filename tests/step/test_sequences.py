@@ -55,7 +55,8 @@ STORED: list[dict[str, Any]] = [
 FORMS: dict[str, Cut] = {
     "rows": torch.clone,
     "columns": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t.clone(),
-    # The gradient is a single row expanded to all rows (stride 0), as `weight.sum(0)` produces in backward.
+    # In the form "one row", the gradient is a single row expanded to all rows (stride 0), as `weight.sum(0)` produces
+    # in backward.
     "one row": lambda t: t[:1].expand_as(t),
 }
 
@@ -128,7 +129,8 @@ class Sequence:
     def _here(self, groups: list[Group], **changed: Any) -> list[dict[str, Any]]:
         made = [{**g.options, **changed, "params": g.specs} for g in groups if self.rank in g.ranks]
         for options in made:
-            # The constructor does not accept `momentum` and `variant` in AdamW groups.
+            # Remove `momentum` and `variant` from AdamW groups, because the constructor of `Muon` does not accept them
+            # there.
             if not options["use_muon"]:
                 options.pop("momentum", None)
                 options.pop("variant", None)
@@ -172,8 +174,8 @@ class Sequence:
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
 
     def _ruled(self, name: str) -> dict[str, Any]:
-        """Return the expected weight and state of a parameter, leaving out state that an earlier optimizer or variant
-        left behind."""
+        """Return the weight and state of a parameter that the job must have after the events so far, without state that
+        an earlier optimizer or variant left behind."""
         known = self.now.named[name]
         (options,) = (g.options for g in self.now.groups if name in [spec.name for spec in g.specs])
         if ("exp_avg" in known) == options["use_muon"]:
@@ -263,8 +265,8 @@ class Sequence:
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
             self.job.step()
         hook.remove()
-        # If `done` is not empty, the step ended before the interrupt, or the interrupt hit torch's wrapper of the step
-        # after the step itself had ended.
+        # If `done` is not empty, the step hook has run: either the step ended before the interrupt, or the interrupt
+        # hit torch's wrapper of the step after the step itself had ended.
         if done:
             self.stepped(grads)
         elif self.job.optimizer.broken is not None:
@@ -342,7 +344,7 @@ class Sequence:
         old, both = self.job.groups, (self.job.model, self.job.optimizer)
         self.job.model, self.job.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.job.replace(dict(self.job.model.named_parameters()))
-        # Copies drop their process groups, so set them again.
+        # Copied optimizers drop the process groups of their parameter groups, so set them again.
         for mine, theirs in zip(self.job.groups, old, strict=True):
             mine["process_group"] = theirs["process_group"]
 
@@ -378,8 +380,8 @@ class Sequence:
         self._set(group, **{key: torch.tensor(value) if as_tensor else value})
 
     def change_the_variant(self) -> None:
-        """Train with one variant, then with a second one, then with the first one again. The first variant's state must
-        be discarded in between."""
+        """Train a group with one variant, then with a second one, then with the first one again. State of the first
+        variant must be discarded when the second variant takes its place."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"]:
             return
@@ -482,8 +484,8 @@ ALONE = [*ANYWHERE, Sequence.interrupt_a_step, Sequence.audit_a_step, Sequence.r
 
 
 def run(seeds: range, folder: Path, layout: str, length: int) -> None:
-    """Run one random sequence of events per seed, with a training step after each event. The first events of
-    consecutive seeds cycle through the list of all events."""
+    """Run one random sequence of events per seed, with a training step after each event. The first event is chosen by
+    the seed, so that consecutive seeds start with every possible event in turn."""
     known = ALONE if layout == "alone" else ANYWHERE
     for seed in seeds:
         job, told = Sequence(seed, folder / str(seed), layout), list[str]()

@@ -31,8 +31,8 @@ def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: 
         own = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
     ranks = tuple(dist.get_process_group_ranks(own))
     made = groups._MADE.setdefault(dist.group.WORLD, groups._Made()).groups
-    # Forget the process group that another test has created for these ranks, but keep its number, because the names of
-    # process groups must be unique.
+    # Forget the process group that another test has created for these ranks, but keep the number of groups created so
+    # far, which makes the names of new process groups unique.
     if ranks in made:
         made[ranks] = made[ranks][0], lambda: None
     whole = [torch.ones(6, 8), torch.eye(6, 8)]

@@ -28,7 +28,8 @@ from shardmuon.step import binding
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Views = Mapping[str, Callable[[], MatrixView]]
 
-# On 2 or 4 ranks, 511 columns are sharded at multiples of 128, so the last quantization block is incomplete.
+# On 2 or 4 ranks, 511 columns are sharded at multiples of 128, so no shard splits a quantization block of int8
+# momentum, and only the last block of a row is incomplete.
 WIDE: dict[str, Callable[[], MatrixView]] = {
     "plain": lambda: matrix_view((12, 511)),
     "tall": lambda: matrix_view((24, 511), transposed=True),

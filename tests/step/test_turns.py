@@ -11,7 +11,8 @@ import pytest
 
 from shardmuon.price.clock import turns
 
-# A bucket is described by a pair: its ranks, and whether its results are relayed to other replicas.
+# A bucket is described by a pair: the tuple of its ranks, and whether one replica relays (passes on) the bucket's
+# results to other replicas.
 Bucket = tuple[tuple[int, ...], bool]
 Exchange = tuple[str, int]  # the type of an exchange (such as "gather"), and the number of its bucket
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
@@ -28,8 +29,8 @@ def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
 
 
 def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str, int]]:
-    """Yield phases in an order that posts a relay only after the next bucket has been orthogonalized, which leads to a
-    deadlock."""
+    """Yield the phases of all buckets in an order that leads to a deadlock: a relay, which passes results on to other
+    replicas, is posted only after the next bucket has been orthogonalized."""
     for at in range(len(relays)):
         yield from [("begin", at)] * (at == 0) + [("begin", at + 1)] * (at + 1 < len(relays)) + [("compute", at)]
         yield from [("apply", at - 1), ("finish", at - 1)] * (at > 0)
@@ -65,7 +66,7 @@ def _family(draw: random.Random) -> list[Bucket]:
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    # Rank-local buckets exchange nothing, so they have nothing to relay.
+    # Rank-local buckets exchange nothing, so they have no results to pass on to other replicas.
     local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]
     return local + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
 
@@ -97,8 +98,8 @@ def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_u
 
 
 def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -> None:
-    """The simulated ranks must deadlock if a relay is posted only after the next bucket has been orthogonalized, as
-    four real ranks once did."""
+    """The simulated ranks must deadlock, as four real ranks once did, if a relay (the exchange that passes results on
+    to other replicas) is posted only after the next bucket has been orthogonalized."""
     assert not _run(CROSSED, _late)[0]
     assert _run(CROSSED)[0]
 
