@@ -273,8 +273,8 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
     # `found` and `plain` are each a difference of two weights with elements of up to 4, divided by the lr of 1/2. The
-    # error of each includes the rounding of a stored weight and of the difference. Multiplying by the scale and by lr
-    # adds six rounded operations.
+    # error of each includes the rounding of a stored weight and of the difference. Both sides are then
+    # multiplied and divided by lr and the scale, which takes at most six roundings.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 

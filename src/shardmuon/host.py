@@ -69,7 +69,7 @@ class Host:
         groups, because merged groups do not show which parameters Muon updates and which AdamW updates."""
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """Hook that is called after a parameter group was added. `names` are the names of the group's parameters."""
+        """Hook called after a parameter group has been added. `names` are the names of the group's parameters."""
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict into the optimizer while this host (framework integration) is active. The state dict must

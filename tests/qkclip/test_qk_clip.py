@@ -66,8 +66,8 @@ def largest(attention: Any, x: Tensor) -> Tensor:
 
 def assert_measured(clip: QKClip, wanted: Sequence[Tensor]) -> None:
     for layer, maxima in zip(clip.report.layers, wanted, strict=True):
-        # The bound covers the rounding errors of the measured and the expected logits. Each logit sums 12 terms for
-        # every element of q and k, and 4 terms for the product of q and k.
+        # The bound covers the rounding errors of the measured and the expected logits. Each element of q and k is a
+        # sum of 12 products, and each logit is a sum of 4 products of these elements.
         assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=float(maxima.abs().max()))
 
 

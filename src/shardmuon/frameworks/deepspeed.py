@@ -330,8 +330,8 @@ class _DeepSpeedHost(Host):
         """Handle one of the calls of `step()` that DeepSpeed makes in a training step. The call steps the groups that
         DeepSpeed has put into `core.param_groups`."""
         try:
-            # At the first call of `step()` in a training step, either no flat buffer has been stepped, or the previous
-            # training step has stepped all of them (see [Note: one vote before the first call]).
+            # At the first call of `step()` in a training step, either no flat buffer has ever been updated, or all of
+            # them were updated in the previous training step (see [Note: one vote before the first call]).
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))

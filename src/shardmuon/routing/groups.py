@@ -530,8 +530,8 @@ def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict
 
 
 def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
-    """Make a warning about layers that are treated as output heads but may be hidden layers. Return a list with this
-    warning, or an empty list if the user has chosen the optimizer of all these layers."""
+    """Return a list with one warning about layers that are treated as output heads but may be hidden layers, or an
+    empty list if the user chose the optimizer for all of these layers."""
     names = [w.name for w in found if w.is_open]
     return [
         f"{listed(names)} went to AdamW as output heads, having as many rows as an embedding ({w.shape[0]}), though "

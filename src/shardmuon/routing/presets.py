@@ -130,7 +130,7 @@ def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
 
 
 def _rows(num: int) -> Callable[[Any, Ints], _View]:
-    """Make the `view` function of a preset for a weight whose rows consist of `num` equal parts."""
+    """Return a preset's `view` function for a weight that stacks `num` equal blocks of rows along dim 0."""
     return lambda _, shape: _split((shape[0] // num,) * num)
 
 

@@ -95,7 +95,7 @@ class WeightSet:
                 parameters that have gradients. All ranks that share a parameter must agree on whether it is in the
                 dict.
             rank: Global rank for which the weight sets are made.
-            shapes: Shape of the rank's local storage of each parameter of the plan.
+            shapes: Shape of the rank's local storage for each parameter in the plan.
         """
         found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
         for param, of_param in stages.items():

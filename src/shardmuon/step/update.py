@@ -136,8 +136,8 @@ class Side:
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
-        """Make a view of each tile in local tensors. `storages` contains one local tensor per parameter: its weights,
-        gradient or momentum."""
+        """Return a view of each tile in the local tensors. `storages` contains one local tensor per parameter: its
+        weights, gradient or momentum."""
         found = list(map(storages.__getitem__, self.params))
         for at in self._parts:
             storage = found[at]
