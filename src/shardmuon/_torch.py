@@ -175,6 +175,12 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 
+def unflattened(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return views of consecutive elements of a 1-D tensor, with the shapes of the tensors in `like`. Elements at the
+    end of `flat` can remain."""
+    return tuple(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+
+
 def local_if_any(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, or the tensor itself if it is not a DTensor."""
     return cast(Tensor, getattr(tensor, "_local_tensor", tensor))

@@ -124,8 +124,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     dcp.load(saved, storage_reader=reader, planner=planner)
     with Refused.made_public():
         groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
-        items = cast(Metadata, planner.metadata).state_dict_metadata
-        room = run_together(lambda: _room_for(items, optimizer, groups))
+        room = run_together(lambda: _room_for(cast(Metadata, planner.metadata).state_dict_metadata, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
         targets = run_together(lambda: _as_global(weights, room, table))
     dcp.load(targets, storage_reader=reader, planner=planner)

@@ -251,8 +251,10 @@ class _MegatronFSDPHost(Host):
                     offsets[0] = row
                     offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
                     _mark(_ENGINE.storage(value), offsets)
-                elif type(value) is Tensor and not _ENGINE.storage(param).numel() and param.numel():
-                    value.__create_write_items__ = _no_items  # type: ignore[attr-defined]
+                elif type(value) is Tensor:
+                    vars(value).pop("__create_write_items__", None)  # rows can have moved since the last save
+                    if param.numel() and not _ENGINE.storage(param).numel():
+                        value.__create_write_items__ = _no_items  # type: ignore[attr-defined]
 
 
 _MegatronFSDPHost.register()

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 from torch.optim.adamw import adamw as functional_adamw
 
 from shardmuon._torch import (
     flattened,
     foreach_copy_,
     is_dense,
+    unflattened,
 )
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
@@ -208,5 +208,5 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
         # copy back the weight (index 0) and the two moments (2, 3), but not the gradient (1), which the step leaves
         # unchanged
         for number in (0, 2, 3):
-            foreach_copy_(columns[number], _unflatten_dense_tensors(copy[number], columns[number]))
+            foreach_copy_(columns[number], unflattened(copy[number], columns[number]))
         foreach_copy_(columns[4], list(map(copy[4].view_as, columns[4])))
