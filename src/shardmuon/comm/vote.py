@@ -552,9 +552,11 @@ def refuse_unlike(
     """
     component, unlike, mine = tuple(everyone), None, None
     with fault:
-        sets = in_order(ranks for theirs in everyone.values() for ranks in theirs)
-        # Ranks of a set disagree if their digests differ, or if only some of them have a digest.
-        unlike = next((of for of in sets if len({everyone[rank].get(of) for rank in of if rank in everyone}) > 1), None)
+        for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
+            # the digests differ, or only some ranks of the set have a digest
+            if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
+                unlike = ranks
+                break
         if unlike is not None and unlike in everyone[my_rank()]:
             mine = lines(unlike)
     told = dict(zip(component, gather(mine, component, fault), strict=True))
