@@ -1,5 +1,5 @@
-"""Wrappers of private and renamed torch APIs. Remarks on torch's behavior name the torch versions to which they
-apply. Wrappers of the private APIs of DTensor and FSDP1 are in layout/engines/."""
+"""Wrappers around private and renamed torch APIs. Comments on torch's behavior state which torch versions they apply
+to. Wrappers around the private APIs of DTensor and FSDP1 are in layout/engines/."""
 
 from __future__ import annotations
 
@@ -107,14 +107,13 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
 
 
 def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
-    """Apply an elementwise operation to lists of tensors: "lerp" stands for `torch.lerp`, which makes new tensors, and
-    "lerp_" stands for `Tensor.lerp_`, which changes the tensors of the first list. Return the new tensors, or an empty
-    sequence if the operation works in place.
+    """Apply the elementwise operation `name` to lists of tensors: "lerp" returns new tensors, as `torch.lerp` does, and
+    "lerp_" changes the tensors of the first list in place and returns an empty sequence.
 
     On accelerators, torch launches one kernel for whole lists if all tensors are dense, each list has a single dtype,
     and tensors at the same index have equal sizes and strides. Otherwise, torch launches one kernel per tensor
-    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). Therefore this function splits lists that do not meet these
-    conditions, and makes several calls.
+    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). Lists that do not meet these conditions are therefore split
+    and processed in several calls.
     """
     operation = getattr(torch, f"_foreach_{name}")
     if not columns[0]:
@@ -138,9 +137,9 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Run a quick check that shows if torch can process several lists of tensors with one kernel. If the result is
-    False, the caller must check the tensors index by index, which takes much longer but is rarely needed. The result is
-    False for lists with dims of size 1, because contiguous tensors of equal shape can have different strides in such
+    """Quickly check whether torch can process several lists of tensors with one kernel. If the result is False, the
+    caller must check the tensors index by index, which takes much longer but is rarely needed. The result is also False
+    for tensors with dims of size 1, because contiguous tensors of equal shape can have different strides in such
     dims."""
     shapes = list(map(_shape_of, columns[0]))
     return (
@@ -151,8 +150,8 @@ def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """True if the tensor's elements fill a range of memory without gaps, in any order of dims. No two elements may
-    share memory."""
+    """True if the tensor's elements fill a range of memory without gaps, in any order of dims. The caller guarantees
+    that no two elements share memory."""
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.is_contiguous() or extent + 1 == t.numel()
 
@@ -176,8 +175,8 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflattened(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return views of consecutive elements of a 1-D tensor, with the shapes of the tensors in `like`. Elements at the
-    end of `flat` can remain."""
+    """Split a 1-D tensor into consecutive views with the shapes of the tensors in `like`. `flat` may have additional
+    elements at its end."""
     return tuple(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
 
 
@@ -237,7 +236,7 @@ def is_alive(group: Any) -> bool:
 
 
 def group_named(name: str) -> Any:
-    """Return the process group to which torch has given this name, or None if there is none."""
+    """Return the process group that has this name in torch, or None if there is none."""
     # A key of torch's dict of process groups can be -100, the placeholder for a group that does not contain this rank.
     # This number has no attribute `group_name`.
     known = dist.distributed_c10d._world.pg_group_ranks if name else ()
@@ -245,15 +244,15 @@ def group_named(name: str) -> Any:
 
 
 def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:
-    """Run `new_group(ranks, use_local_synchronization=True)`. Only the ranks in `ranks` must call this function, and
-    they can have made different numbers of groups before.
+    """Run `new_group(ranks, use_local_synchronization=True)`. Only the ranks in `ranks` call this function, and they
+    may have created different numbers of groups before.
 
     torch derives the name of such a group from the number of groups that the calling rank has made, so ranks with
     different numbers would choose different names and deadlock (2.11 .. 2.13). This function derives the name from
     `ranks` and `number` instead, where `number` counts the groups of exactly these ranks.
 
-    The group gets the timeout of `parent`, by default that of the default group. torch would use a constant (2.11 ..
-    2.13).
+    The group gets the timeout of `parent`, or of the default group if `parent` is None. Without an explicit timeout,
+    torch would use a constant (2.11 .. 2.13).
 
     While the default group is bound to a device (`init_process_group(device_id=...)`), torch makes every NCCL subgroup
     by splitting the communicator of the default group, and *all* ranks of the default group must take part in the split

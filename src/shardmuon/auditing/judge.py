@@ -23,11 +23,12 @@ stages store. A stage is an additional operation on a matrix that a Muon variant
     spread includes rounding in a variant's stages and in low-precision weights.
 
     For the comparison with exact arithmetic, each run moves every element by up to one spacing, so that every product
-    is rounded differently. Each run also adds a border to the matrix that is zero except for two corners. The border
-    increases the norm by a relative amount of up to `_LONGER`, so that elements are rounded differently even if all are
-    equal (such as a matrix of ones). The effect of the larger norm is computed in exact arithmetic and subtracted, and
-    only the remaining error counts. The border has the same width on all sides. If a faulty orthogonalizer mirrors its
-    result, the part of its result inside the border is therefore exactly mirrored, not shifted.
+    is rounded differently. Each run also surrounds the matrix with a border of zeros that has nonzero elements in two
+    corners. The border increases the norm by a relative amount of up to `_LONGER`, so that elements are rounded
+    differently even if all are equal (such as a matrix of ones). The effect of the larger norm is computed in exact
+    arithmetic and subtracted, and only the remaining error counts. The border has the same width on all sides. If a
+    faulty orthogonalizer mirrors its result, the part of its result inside the border is therefore exactly mirrored,
+    not shifted.
 
     The Newton-Schulz steps amplify rounding errors if a singular value is nearly zero: results can differ completely in
     the direction of the corresponding singular vector and hardly at all in other directions. So a difference is
@@ -64,7 +65,7 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
-# Dict from the key of a stage, an operation that a Muon variant adds to the step, to the values that the stage stores.
+# Values that each stage stores, keyed by stage. A stage is an operation that a Muon variant adds to the step.
 _Kept = Mapping[str, Tensor]
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
@@ -75,8 +76,8 @@ _TIMES = 3.0
 # Largest relative difference that can be allowed between an update and the reference. With a higher limit, a correct
 # update could not be distinguished from a wrong one.
 _BLIND = 0.5
-# Amount by which the singular values of an update may lie outside the range that the reference predicts, because
-# rounding changes singular values and increases the smallest ones most.
+# Tolerance for singular values of an update outside the range that the reference predicts. Rounding changes singular
+# values, and increases the smallest ones most.
 _SLACK = 0.2
 # number of elements that a perturbed run moves to a neighboring floating-point number, to imitate a different order of
 # summation
@@ -85,11 +86,11 @@ _FEW = 4
 # rounded identically.
 _TOGETHER = 64
 _LONGER = 1 / 16  # largest relative increase of the matrix's norm in a perturbed run
-# Relative error of the reference result in exact arithmetic. Its Gram matrix squares singular values, so the result is
-# inaccurate for small ones.
+# Relative error of the "exact" reference, which is computed in fp64 from a Gram matrix. The Gram matrix squares
+# singular values, so the reference is inaccurate for small ones.
 _OWN = 1e-9
-# Half of the bound on the rounding error of 8-bit momentum codes. `_judge_momentum` derives the bound and doubles this
-# number.
+# Half of the largest relative error that storing momentum as 8-bit codes can cause. `_judge_momentum` derives the
+# largest error, and multiplies this number by 2.
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2
 _EPS = torch.finfo(torch.float32).eps
 # Number of roundings when a stage of a Muon variant scales a matrix by a norm. The norm, the stored norm, the factor
@@ -102,7 +103,8 @@ class _StepWith(NamedTuple):
     """Step of one matrix, computed from a given result of the orthogonalizer.
 
     Attributes:
-        staged: (rows, cols) fp64 update, after all of the variant's stages that change updates.
+        staged: (rows, cols) fp64 update, after all stages that change updates. A stage is an operation that a Muon
+            variant adds to the step.
         updated: (rows, cols) weights after the update and before the stages that change weights, in the weights' dtype.
         after: (rows, cols) fp64 weights after the stages that change weights.
         factor: Factor by which the stages after the orthogonalizer scale the update.
@@ -211,9 +213,9 @@ class _Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
-        """Select, from the quantities of the matrix (`values`), those that the stages of the Muon variant store, such
-        as NorMuon's second moments. If a stage controls the norm of the weights, add this norm, computed from the
-        weights in `values`."""
+        """Select the values that the Muon variant's stages store (such as NorMuon's second moments) from `values`, the
+        quantities of the matrix. If a stage controls the norm of the weights, add the norm of the weights in
+        `values`."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 
@@ -237,9 +239,9 @@ class _Evidence:
         """Run the dense step with permuted rows and columns and with perturbed elements (see [Note: the shake]).
 
         Returns:
-            A tuple of two items. The first is a tensor of shape (m,): the length, along each left singular vector of
-            the reference, of the difference between this run's update and the dense update. The second is a dict with
-            the values that the variant's stages store after the step.
+            A tuple (lengths, numbers). `lengths`, of shape (m,), is the difference between this run's update and the
+            dense update, measured along each left singular vector of the reference. `numbers` is a dict with the values
+            that the variant's stages store after the step.
         """
         x = self.fed.to(torch.float64, copy=True)
         few = torch.randint(x.numel(), (_FEW,), generator=generator)
@@ -256,8 +258,8 @@ class _Evidence:
         [Note: the shake]).
 
         Returns:
-            A tensor of shape (m,): the length, along each left singular vector of the reference, of the difference
-            between the errors of this run and of the dense result, both relative to exact arithmetic.
+            A tensor of shape (m,): how much this run's error differs from the dense result's error, measured along each
+            left singular vector of the reference. Both errors are deviations from exact arithmetic.
         """
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
@@ -284,8 +286,8 @@ class _Evidence:
 
         In every direction, the rounding error is assumed to be at least one spacing of the largest weight. If stages of
         the variant store values in fp32, the rounding error is also assumed to be at least one fp32 eps of the result:
-        up to four roundings can change a stored value by two eps, and the square root of this value scales a row or
-        column of the result.
+        up to four roundings can change a stored value by two eps, and the square root of the stored value scales a row
+        or column of the result.
         """
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
@@ -488,7 +490,7 @@ def _judge_numbers(e: _Evidence) -> None:
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
-        # `allowed` covers the fp32 rounding of the stored value: a norm, or a running average of means of squares.
+        # `allowed` covers the fp32 rounding of the stored value: a norm, or a running average of mean squares.
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
             runs = e.shaken(e.reordered, _ALL)

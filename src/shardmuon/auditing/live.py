@@ -5,7 +5,7 @@ report on all ranks.
     Ranks that share parameters, directly or through other ranks, form a connected component. Before the step, all ranks
     of a component rebuild the layout table of Muon's parameters with the code that made the table for the plan. Then
     the sets of ranks that share parameters run one gather each, from the smallest set to the largest, to agree on the
-    matrices that all ranks of the set could read. After the step, each sampled matrix is assembled in one exchange
+    matrices that all ranks of a set could read. After the step, each sampled matrix is assembled in one exchange
     between the ranks that store its parts. Then the ranks of each set gather fingerprints of their replicas. Finally,
     all ranks of the component share their findings.
 
@@ -126,8 +126,7 @@ class StepAudit:
     # --------------------------------------------------------------------------- before the step: without arithmetic
 
     def _look_at_model(self) -> None:
-        """Report parameters for which the optimizer steps a copy of the weights that differs from the model's
-        weights."""
+        """Report parameters whose weights in the model differ from the copy that the optimizer updates."""
         for name in self._optimizer.unlike_model():
             found = f"on rank {self._rank} what is stepped in its place are not its weights"
             self._say("weights_elsewhere", name, found, "the model's own, rounded to its dtype")
@@ -174,8 +173,8 @@ class StepAudit:
         """List the parameters that are currently in the optimizer's groups and updated by Muon.
 
         Raises:
-            ValueError: The plan has a different number of parameters, or a parameter is shared with ranks that take no
-                part in this step.
+            ValueError: The plan and the groups have different numbers of parameters, or a parameter is shared with
+                ranks that take no part in this step.
         """
         core, component = self._optimizer, self._binding.component
         options = core.options.read(core.param_groups)
@@ -260,13 +259,13 @@ class StepAudit:
                 )
 
     def _has_gradient(self, sample: _Sample) -> list[bool]:
-        """Return a list with one bool, which states whether this rank has a gradient for its part of a matrix. The list
-        is empty if the rank stores no part of the matrix."""
+        """Return [True] if this rank has a gradient for its part of a matrix, [False] if it has none, and [] if it
+        stores no part of the matrix."""
         return [self._proposal.grads[sample.row.order[0]] is not None] if len(sample.before["weights"][1]) else []
 
     def _read(self, number: int, matrix: int, target: int) -> _Sample | None:
-        """Read this rank's part of a matrix before the step. Return None if the plan divides the parameter into
-        matrices in a different way than the newly built layout table."""
+        """Read this rank's part of a matrix before the step. Return None if the plan does not divide the parameter into
+        the same matrices as the newly built layout table."""
         one, layout, plan = self._params[number], self._layouts[number], self._binding.plan
         if layout.view != plan.specs[number].layout.view:
             return None
@@ -378,8 +377,8 @@ class _Part(NamedTuple):
     """The elements of one matrix that one rank stores.
 
     Attributes:
-        sources: One list for each stored piece of the tensor that contains elements of the matrix. The list gives the
-            indices of these elements in each dim of the rank's storage.
+        sources: One list for each stored piece of the tensor that overlaps the matrix. The list gives the indices of
+            the matrix's elements in each dim of the rank's storage.
         places: (n,) int64 row-major positions of the elements in the matrix.
     """
 

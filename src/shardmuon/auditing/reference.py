@@ -1,12 +1,12 @@
 """Compute the step of one whole (unsharded) matrix: once in the arithmetic of the audited step, and once in exact
 arithmetic.
 
-In the same arithmetic, the dense step can differ from the audited step only in the order of summation, because a
-product can be rounded differently at different positions in a batch (see [Note: equal bits in batches] in
-orthogonalize/__init__.py). Both steps use the same orthogonalizers, so only a comparison with exact arithmetic
-(`Reference`) can find a broken orthogonalizer. This module does not use the code that plans a step, fills buckets,
-exchanges tensors or updates the momentum and the weights. Its formulas for the stages that variants (such as NorMuon)
-add to a step are implemented from the papers, independently of the stages' code.
+In the same arithmetic, the dense step can differ from the audited step only by rounding, because a product can be
+rounded differently at different positions in a batch (see [Note: equal bits in batches] in orthogonalize/__init__.py).
+Both steps use the same orthogonalizers, so only a comparison with exact arithmetic (`Reference`) can find a broken
+orthogonalizer. This module does not use the code that plans a step, fills buckets, exchanges tensors or updates the
+momentum and the weights. Its formulas for the stages (operations) that variants such as NorMuon add to a step come from
+the papers, not from the stages' code.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X preserves singular vectors and maps each singular value s
@@ -41,8 +41,8 @@ from shardmuon.variants import (
     WeightStage,
 )
 
-# Dict from the key of a stage, an operation that a Muon variant adds to the step, to the 1-D fp64 values that the stage
-# stores.
+# The 1-D fp64 values that each stage stores, keyed by stage. A stage is an operation that a Muon variant adds to the
+# step.
 _Kept = Mapping[str, Tensor]
 
 
@@ -111,8 +111,8 @@ class Arithmetic:
         return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(self.wire)
 
     def prepared(self, fed: Tensor) -> Tensor:  # (rows, cols)
-        """Run those stages (operations) of the Muon variant that precede the orthogonalizer on the orthogonalizer's
-        input, with the same code as in the audited step."""
+        """Transform the orthogonalizer's input with the operations that the Muon variant runs before the
+        orthogonalizer. The code is the same as in the audited step."""
         before = [stage for stage in self.settings.stages if isinstance(stage, BeforeStage)]
         if before:
             fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
@@ -131,16 +131,16 @@ class Arithmetic:
         """Orthogonalize a whole matrix in the arithmetic of the audited step. The result is rounded to the dtype
         `wire`, unless the Muon variant adds an operation that runs on the result before ranks send it."""
         s, c = self.settings, self.choice
-        # A Muon variant's stages that precede the orthogonalizer run after ranks have sent its input, so the results of
-        # these stages are not rounded to the dtype `wire`, in which ranks send data.
+        # Ranks send the orthogonalizer's input in the dtype `wire`. Operations that a Muon variant runs before the
+        # orthogonalizer are applied after this exchange, so their results are not rounded to `wire`.
         wide = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
         x = matrix.to(
             self.device or matrix.device, torch.promote_types(self.wire, torch.float32) if wide else self.wire
         )
         x = x.contiguous().unsqueeze(0)
         (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
-        # A Muon variant's stages that follow the orthogonalizer run before ranks send its result, so these stages read
-        # a result that has not been rounded to the dtype `wire`, in which ranks send data.
+        # Ranks send the orthogonalizer's result in the dtype `wire`. Operations that a Muon variant runs after the
+        # orthogonalizer are applied before this exchange, so their input is not rounded to `wire`.
         after = any(isinstance(stage, AfterStage) for stage in s.stages)
         result: Tensor = out if after else out.to(self.wire)
         return result.to(matrix.device, torch.float64)
@@ -172,8 +172,8 @@ class Arithmetic:
         return factor, matrix, kept
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
-        """Compute the norm of the given weights. A Muon variant's stages that control the norm store it in their first
-        step. Return a dict from the key of each such stage to the norm, a (1,) fp64 tensor."""
+        """Compute the norm of the given weights, which a Muon variant's norm-controlling stages (operations) store in
+        their first step. Return a dict from the key of each of these stages to the norm, a (1,) fp64 tensor."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
     def weights_after(
@@ -224,10 +224,10 @@ class Arithmetic:
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
-# The formula of a stage, an operation that a Muon variant adds to the step, is a function with three arguments: the
-# stage, a matrix, and the values that the stage stores for the matrix. The function returns two fp64 tensors: the
-# factor by which the stage multiplies the matrix (broadcastable to the matrix's shape), and the values that the stage
-# stores after the step.
+# Formulas of stages, the operations that Muon variants add to a step. Each formula is a function of the stage, a
+# matrix, and the values that the stage stores for the matrix. The function returns two fp64 tensors: the factor by
+# which the stage multiplies the matrix (broadcastable to the matrix's shape), and the values that the stage stores
+# after the step.
 
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,8 +304,8 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Compute the factor p(s) / s by which all Newton-Schulz steps together scale each singular direction of a
-        matrix, if the matrix is first divided by `longer` times its norm."""
+        """Compute the factor by which all Newton-Schulz steps together scale each singular value of the normalized
+        matrix, if that matrix is first divided by `longer`. The factor includes this division."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()

@@ -191,7 +191,7 @@ class AuditSchedule:
         num_steps: Number of steps since construction. Steps that raised an error before changing weights, or were
             skipped, do not count.
         num_audits: Number of audits so far.
-        asked: The audit of the next step that the user has requested with `audit()`, or None.
+        asked: Audit of the next step, if the user has requested one with `audit()`; otherwise None.
     """
 
     samples = 2  # number of matrices that a scheduled audit compares in each set of ranks that shares parameters
@@ -232,7 +232,7 @@ class AuditSchedule:
 
 @dataclass(eq=False)
 class PendingAudit:
-    """Audit of the next step that the user has requested with `audit()`.
+    """Audit of the next step, requested by the user with `audit()`.
 
     Attributes:
         samples: Number of matrices compared in each set of ranks that shares parameters.
