@@ -265,7 +265,7 @@ class StepAudit:
 
     def _read(self, number: int, matrix: int, target: int) -> _Sample | None:
         """Read this rank's part of a matrix before the step. Return None if the plan does not divide the parameter into
-        the same matrices as the newly built layout table."""
+        the same matrices as the newly built layout table does."""
         one, layout, plan = self._params[number], self._layouts[number], self._binding.plan
         if layout.view != plan.specs[number].layout.view:
             return None

@@ -1,4 +1,4 @@
-"""Checkpoints: saving and loading of whole jobs with any sharding and number of ranks, and validation of state dicts.
+"""Save and load whole jobs with any sharding and number of ranks, and validate state dicts.
 
 This package is allowed to import the package `step` and everything that `step` is allowed to import. Users import this
 package with `from shardmuon import checkpoint`.

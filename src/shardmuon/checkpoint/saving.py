@@ -1,10 +1,10 @@
-"""Saving and loading of whole jobs with torch.distributed.checkpoint (DCP). A job can be loaded with a different
-sharding or number of ranks than it was saved with.
+"""Save and load whole jobs with torch.distributed.checkpoint (DCP). A job can be loaded with a different sharding or
+number of ranks than it was saved with.
 
 [Note: plain shards]
     DCP assumes that a plain tensor is the same on every rank and writes the tensor of one rank. If a plain tensor is a
     shard, as in tensor parallelism or with FSDP1's original parameters, all shards but one would be silently lost. So
-    this module replaces each plain shard by a `_Shard`, which takes its position in the whole tensor from the layout
+    this module replaces each plain shard with a `_Shard`, which takes its position in the whole tensor from the layout
     table. Files therefore contain whole tensors.
 
 [Note: files run no code]
@@ -60,8 +60,8 @@ from shardmuon.variants import KEPT_KEYS
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the warning that torch.distributed is not initialized, which torch.distributed.checkpoint issues in a
-    job of one process. Such a job does not need torch.distributed."""
+    """Suppress torch.distributed.checkpoint's warning that torch.distributed is not initialized, because a
+    single-process job does not need torch.distributed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -113,8 +113,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         CheckpointException: A file is missing or damaged, or contains types that no checkpoint needs. Raised on every
             rank; model and optimizer are unchanged.
         ValueError: The checkpoint does not fit the optimizer on some rank, or the weights cannot be set in the model on
-            some rank (because a hook raises an error or memory is too small). Raised on every rank; model and optimizer
-            are unchanged. But if the old weights cannot be restored in the model, every step raises an error until a
+            some rank (because a hook raises an error or memory runs out). Raised on every rank; model and optimizer are
+            unchanged. However, if the old weights cannot be restored in the model, every step raises an error until a
             checkpoint is loaded.
     """
     saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
@@ -302,8 +302,8 @@ class _Shard(torch.Tensor):
 
 
 def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table:
-    """Find the layouts of all parameters of the optimizer that are shards but have the type of plain tensors, as in
-    tensor parallelism. Collective over all ranks.
+    """Find the layouts of all optimizer parameters that are shards stored as plain tensors, as in tensor parallelism.
+    Collective over all ranks.
 
     Raises:
         Refused: Shards do not fit together, some rank's shards are unusable, or a shard is in no group of the
@@ -341,10 +341,10 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
 
 def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[str, Any]]:
-    """Remove from `state`, in place, the step counts of parameters of which this rank stores no elements.
+    """Remove the step counts of parameters that have no elements on this rank. Modify `state` in place.
 
-    Frameworks give an empty shard no gradient, so its step count is outdated. torch.distributed.checkpoint writes the
-    step count of an arbitrary rank, which could be the outdated count of this rank.
+    An empty shard gets no gradient, so its step count is outdated. torch.distributed.checkpoint writes the step count
+    of an arbitrary rank, which could be this rank's outdated count.
 
     Args:
         state: Dict from parameter name to the parameter's optimizer state.
@@ -361,16 +361,15 @@ def _as_global(
     state: Mapping[str, Mapping[str, Any]],  # dict from parameter name to a dict of its optimizer state
     table: Table,  # layouts of all parameters whose shards are plain tensors
 ) -> dict[str, Any]:
-    """Replace every shard that is a plain tensor, in the weights and in the optimizer state to be saved, with a
-    `_Shard`, which records the shard's position in the whole tensor ([Note: plain shards]).
+    """In the weights and optimizer state to save, replace every plain-tensor shard with a `_Shard`, which records the
+    shard's position in the whole tensor ([Note: plain shards]).
 
     Returns:
         {"model": weights, "optimizer": {"state": state}}.
     """
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):
-        # Weights of FSDP1's shards stay as they are, because FSDP1 has already converted them to types that can be
-        # saved.
+        # FSDP1's weight shards stay as they are, because FSDP1 has already converted them to types that can be saved.
         if not isinstance(engine_of(one.param), FlatEngine):
             weights[one.identity] = _Shard(weights[one.identity], layout)
         of_one = kept.get(one.identity, {})

@@ -51,16 +51,15 @@ def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
-    """Return the global shape of each state tensor of a parameter, as a dict with the tensors' state keys. `view`
-    defines the matrices of the parameter."""
+    """Return the global shapes of the state tensors that a Muon variant (such as NorMuon) stores for a parameter, keyed
+    by state key. `view` defines the matrices of the parameter."""
     numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
     return {key: view.kept(of_stage).shape for key, of_stage in numbers.items()}
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Add to `state` those entries of a parameter's initial optimizer state (tensors of zeros) that are missing. If the
-    parameter has moved from AdamW to Muon or from Muon to AdamW, also remove the state of the previous optimizer.
-    Modify `state` in place."""
+    """Add missing entries (tensors of zeros) to a parameter's optimizer state. If the parameter has moved from AdamW to
+    Muon or from Muon to AdamW, also remove the state of the previous optimizer. Modify `state` in place."""
     if not group["use_muon"]:
         init_state(param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
@@ -150,8 +149,8 @@ def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]
 
 
 def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge an optimizer's group with a saved group. The result has the saved options, and the optimizer's own value of
-    each option that the saved group lacks.
+    """Merge an optimizer's group with a saved group. The result has the saved options, and the optimizer's own value
+    for each option that the saved group lacks.
 
     Raises:
         ValueError: The saved group does not fit the optimizer's group `index`.

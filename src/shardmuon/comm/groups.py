@@ -283,7 +283,7 @@ class Lane:
     """Channel for short messages between some ranks, based on a gloo group.
 
     The group connects two ranks only when they first need a connection, so merging the messages of 1,024 ranks opens 10
-    connections per rank instead of 1,023. torch does not know the group, so the lane can close the group at any time.
+    connections per rank instead of 1,023. The group is not registered with torch, so the lane can close it at any time.
     Ranks that are waiting for this rank then fail at once.
 
     Attributes:

@@ -80,7 +80,7 @@ class Fault:
         Args:
             text: Error message; None records nothing.
             cause: The exception that caused the error, or None.
-            own: True prefixes the message with "rank R: ", where R is this rank.
+            own: If True, prefix the message with "rank R: ", where R is this rank.
         """
         if text is not None and self.text is None:
             self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
@@ -419,7 +419,7 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def sets(self, fault: Fault) -> list[Ranks]:
-        """Return all sets of ranks that share parameters or a process group with this rank, because the other ranks of
+        """Return all sets of ranks that contain this rank and share parameters or a process group. The other ranks of
         these sets may be waiting for this rank's vote. If this rank cannot determine a set, record the reason in
         `fault`."""
 
@@ -502,7 +502,8 @@ class Call(ABC, Generic[_K]):
         """Rebuild the binding (data that ranks build together), starting on a rank without a cached binding. Collective
         over the component: ranks with a cached binding learn of the rebuild in their next vote ([Note: who votes])."""
         sets, component = list[Ranks](), None
-        # Try twice to find the sets of ranks that wait for this rank, because an interrupt can end the first try.
+        # Make two attempts to find the sets of ranks that are waiting for this rank, because an interrupt can end the
+        # first attempt.
         for _ in range(2):
             with fault:
                 before = self.before()
@@ -544,8 +545,8 @@ def refuse_unlike(
     Args:
         everyone: One dict for each rank of the component. The keys are the sets of ranks to which the rank belongs, and
             the values are the rank's digests for these sets.
-        lines: Function that takes a set of ranks and returns a list of the data of which this rank's digest for the set
-            was computed.
+        lines: Function that takes a set of ranks and returns a list of the data from which this rank's digest for the
+            set was computed.
         text: Function that makes an error message from a set and the lists that `lines` returned on the ranks of the
             set.
         fault: Record of this rank's error, if this rank has one.

@@ -50,8 +50,8 @@ _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 # Dict with the meaning and unit of each number in a hardware file. A key is either the name of a number or the common
-# first words in the names of several related numbers. Parentheses after a table's unit name the size by which the table
-# is indexed.
+# first words in the names of several related numbers. For a table, the unit is followed by the size that indexes the
+# table, in parentheses.
 _NUMBERS = {
     "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
@@ -178,7 +178,8 @@ class Hardware:
 
         Raises:
             ImportError: PyYAML is not installed.
-            ValueError: The machine or file does not exist, or the file is invalid. The message names the correction.
+            ValueError: The machine or file does not exist, or the file is invalid. The message says how to fix the
+                problem.
         """
         text = str(name)
         path = Path(text) if text.endswith((".yaml", ".yml")) else _FOLDER / f"{text.lower()}.yaml"
@@ -241,8 +242,7 @@ class Rates:
 
     Attributes:
         hardware: Machine on which every rank runs.
-        unverified: Dict from name to source, for each number that an estimate used although nobody has checked the
-            number.
+        unverified: Dict from name to source, for each unchecked number that an estimate used.
         extrapolated: Lookups beyond the ends of a table, in the order of the lookups. This dict is used as an ordered
             set: its keys are strings "table: size", and its values are None.
     """

@@ -95,8 +95,8 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> _Me
         gpus_per_node: Number of ranks on a node.
 
     Raises:
-        ValueError: The text does not describe a mesh, or the engine does not support the mesh. The message names the
-            correction.
+        ValueError: The text does not describe a mesh, or the engine does not support the mesh. The message says how to
+            fix the problem.
 
     Examples:
         >>> _parse_mesh("dp=2 shard=64 tp=8").world
@@ -240,7 +240,7 @@ def _layers(module: nn.Module) -> dict[int, int]:
     layers.
 
     A model can have several lists of numbered modules, such as the layers of an encoder and those of a decoder. The
-    list with the highest number is taken as the layers. Its prefix is, for example, "model.layers".
+    list that contains the highest index is taken as the model's layers. Its prefix is, for example, "model.layers".
     """
     named = list(module.named_parameters())
     numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
@@ -313,7 +313,7 @@ def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
         mesh: Arrangement of the job's ranks.
 
     Raises:
-        ValueError: The mesh does not fit the parameters. The message names the correction.
+        ValueError: The mesh does not fit the parameters. The message says how to fix the problem.
     """
     build = _flat_buffers if mesh.engine == "zero" else _on_meshes
     size, alike, found = mesh.world // mesh.pp, dict[object, int](), list[_Unit]()
@@ -581,8 +581,8 @@ class Exact:
             **options: Options of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
 
         Raises:
-            ValueError: The model's shapes cannot be determined, or the mesh does not fit the model. The message names
-                the correction.
+            ValueError: The model's shapes cannot be determined, or the mesh does not fit the model. The message says
+                how to fix the problem.
         """
         if active_params is not None and (isinstance(active_params, (bool, str)) or not 1 <= active_params < math.inf):
             raise ValueError(
@@ -668,7 +668,7 @@ class _Planned:
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
-        with warnings.catch_warnings():  # Hide the warnings of `Muon`, because the real job issues them, too.
+        with warnings.catch_warnings():  # Suppress `Muon`'s warnings, because the real job issues them anyway.
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
