@@ -1,6 +1,6 @@
 """Muon optimizer for PyTorch that computes the same update, bit for bit, however the weights are sharded."""
 
-# importing `frameworks` registers the adapters to the supported frameworks
+# importing `frameworks` registers the adapters for the supported frameworks
 from shardmuon import frameworks as frameworks
 from shardmuon.auditing import AuditError as AuditError
 from shardmuon.auditing import AuditWarning as AuditWarning

@@ -63,8 +63,8 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-# For each device type, the object that has torch's settings for matrix products, and the settings that disable reduced
-# precision.
+# Dict from each device type to the torch object that holds settings for matrix products, and to the values of these
+# settings that disable reduced precision.
 _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     # type checkers do not know the attributes of torch.backends.mkldnn
     "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),

@@ -62,7 +62,7 @@ _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def stays_itself(error: BaseException) -> bool:
-    """True for interrupts and out-of-memory errors, which the rank on which they occurred re-raises unchanged."""
+    """True for interrupts and out-of-memory errors. The rank on which they occur re-raises them unchanged."""
     return isinstance(error, _OUT_OF_MEMORY) or not isinstance(error, Exception)
 
 

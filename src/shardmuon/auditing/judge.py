@@ -195,8 +195,8 @@ class _Evidence:
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
-        """Step the weights with a given result of the orthogonalizer. The step includes weight decay, rounding, and the
-        stages (operations) that a Muon variant adds.
+        """Update the weights with a given result of the orthogonalizer. The update includes weight decay, rounding, and
+        the stages (operations) that a Muon variant adds.
 
         Args:
             result: The orthogonalizer's result, (rows, cols) fp64.
@@ -483,9 +483,9 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
 
 
 def _judge_numbers(e: _Evidence) -> None:
-    """Compare the values that the Muon variant's stages store after the step (such as NorMuon's second moments) with
-    the values that the stages' formulas give. If a stage controls the norm of the weights, compare this norm with the
-    norm after the dense step."""
+    """Check the values that the Muon variant's stages store after the step (such as NorMuon's second moments) against
+    the stages' formulas. If a stage controls the norm of the weights, check this norm against the norm after the dense
+    step."""
     live = e.numbers(e.after)
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())

@@ -193,8 +193,8 @@ class StepAudit:
     # ---------------------------------------------------------------------------------------- what this rank stores
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
-        """Yield, for each quantity of a parameter, its name, its layout and the part that this rank stores (None if the
-        part is absent). The names are "weights", "momentum", "gradient", and the keys of the Muon variant's stages that
+        """For each quantity of a parameter, yield its name, its layout, and the part that this rank stores (None if it
+        stores none). The names are "weights", "momentum", "gradient", and the keys of the Muon variant's stages that
         store values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
@@ -207,8 +207,8 @@ class StepAudit:
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
     def _elements(self, number: int, matrix: int) -> _Elements:
-        """Read the elements that this rank sends to the rank that judges a matrix, for each quantity of the matrix
-        (such as its weights)."""
+        """For each quantity of a matrix (such as its weights), read the elements that this rank sends to the rank that
+        judges the matrix."""
         found = {}
         for what, layout, stored in self._stored(number):
             part = _sent_by(layout, matrix, self._rank)
@@ -217,8 +217,8 @@ class StepAudit:
         return found
 
     def _prints(self, numbers: Sequence[int]) -> dict[tuple[int, str, tuple[Piece, ...]], int]:
-        """Compute a fingerprint (hash) of each replicated quantity that this rank stores. The keys are tuples (the
-        parameter's index in `numbers`, name of the quantity, pieces that this rank stores)."""
+        """Compute a fingerprint (hash) of each replicated quantity that this rank stores. Return a dict whose keys are
+        tuples (index of the parameter in `numbers`, name of the quantity, pieces that this rank stores)."""
         prints = {}
         for at, number in enumerate(numbers):
             for what, layout, stored in self._stored(number):
@@ -334,8 +334,8 @@ class StepAudit:
             )
 
     def _judge_samples(self) -> None:
-        """Assemble the sampled matrices, and judge those that are assembled on this rank. Collective over the ranks
-        that store each matrix."""
+        """Assemble the sampled matrices, and judge those that are assembled on this rank. Each assembly is collective
+        over the ranks that store the matrix."""
         judged = []
         for sample in self._taken:
             name, (number, matrix) = sample.row.name, sample.row.order
@@ -354,7 +354,8 @@ class StepAudit:
             self._findings += e.findings
 
     def _compare_replicas(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Record a finding if replicas store different values, such as weights or momentum. Collective over `ranks`."""
+        """Record a finding if replicas of the same weights, momentum or other stored values differ. Collective over
+        `ranks`."""
         everyone = gather(self._tried("replicas", self._prints, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             at, what, _ = key

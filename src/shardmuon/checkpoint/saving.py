@@ -135,8 +135,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
 
 def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
-    """Return weights, optimizer state and parameter groups in the form in which a checkpoint contains them. Collective
-    over all ranks.
+    """Return weights, optimizer state and parameter groups in the form that a checkpoint stores. Collective over all
+    ranks.
 
     Parameters are identified by names that do not depend on the sharding. The groups are a tuple instead of a list,
     because torch.distributed.checkpoint writes a tuple as a single value.
@@ -307,7 +307,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
     Raises:
         Refused: Shards do not fit together, some rank's shards are unusable, or a shard is in no group of the
-            optimizer, so that the shard's position in the whole tensor is unknown. Raised on every rank.
+            optimizer, so its position in the whole tensor is unknown. Raised on every rank.
     """
     fault, listed, everyone = Fault(), list[Listed](), tuple(range(num_ranks()))
     with fault:
@@ -383,7 +383,8 @@ def _as_global(
 
 def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
     """Compute the layout of the scales of 8-bit momentum (one scale per row and block of columns) from the layout of
-    the momentum. Every piece begins at a block boundary: momentum with any other layout cannot be created."""
+    the momentum. Every piece begins at a block boundary, because 8-bit momentum cannot be created with any other
+    layout."""
     inner = math.prod(layout.view.shape[num_row_dims + 1 :])
 
     def in_blocks(index: Ints) -> Ints:

@@ -45,7 +45,7 @@ _NOT_CONVERTED = (
 
 
 def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of the state tensors that the variant of a parameter group (such as NorMuon) stores for each
+    """Return the keys of the state tensors that a parameter group's Muon variant (such as NorMuon) stores for each
     parameter."""
     return tuple(stage.key for stage in keeping(stages_of(group))) if group["use_muon"] else ()
 

@@ -106,7 +106,7 @@ class GroupRef:
         if value is None or (isinstance(value, GroupRef) and default_group() is None):
             return value
         if isinstance(value, GroupRef):
-            # A `GroupRef` is checked below, too, because an unpickled `GroupRef` can come from a job with another
+            # The check below also applies to a `GroupRef`, because it may have been pickled in a job with a different
             # number of ranks.
             found = value
         elif isinstance(value, (tuple, list)):
@@ -126,7 +126,7 @@ class GroupRef:
         return found
 
     def live(self) -> Any:
-        """Return the process group to which this reference refers, or None if the reference was made from ranks only.
+        """Return the referenced process group, or None if the reference was made from ranks only.
 
         Raises:
             RuntimeError: The group has been destroyed.
@@ -361,7 +361,7 @@ class Lane:
                     pending.append(self._group.recv([found], member, 7))
                 self._wait(pending, deadline)
             except RuntimeError as error:
-                # The error's traceback keeps the list `pending` alive. The list is emptied, because the handles in it
+                # Empty the list `pending`, because the error's traceback keeps the list alive, and handles in the list
                 # would keep connections open.
                 pending.clear()
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")

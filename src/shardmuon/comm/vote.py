@@ -440,8 +440,8 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
-        """List those inputs of the call that must be equal on all ranks of a set. `read` computes their digest. If
-        ranks have different digests, an error message shows the first input that differs."""
+        """List the inputs of the call that must be equal on all ranks of a set. `read` computes their digest. If ranks
+        have different digests, an error message shows the first input that differs."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
         """Format an error message about the first input of the call that differs between the ranks of a set.

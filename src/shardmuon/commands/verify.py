@@ -44,8 +44,8 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
     dense, torches = list[Comparison](), list[Comparison]()
     for dtype in (torch.float32, torch.bfloat16):
         dense += pool.run(Comparison.with_dense, layout, ns_dtype=dtype, lr=0.02, **options)
-        # With ZeRO stage 0 in half precision, DeepSpeed gives the optimizer copies of the weights, for which shardmuon
-        # raises an error.
+        # With ZeRO stage 0 in half precision, DeepSpeed gives the optimizer copies of the weights, and shardmuon
+        # rejects such copies.
         if not variant and (layout != "zero0" or dtype == torch.float32):
             torches += pool.run(Comparison.with_torch, layout, dtype=dtype, lr=0.02)
     difference, done = _worst(c.max_difference for c in dense), [c.traffic for c in dense]

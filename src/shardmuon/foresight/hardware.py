@@ -213,7 +213,7 @@ class Hardware:
 
     @property
     def gpus_per_node(self) -> int:
-        """Number of ranks on one node, which are connected by fast links."""
+        """Number of ranks on one node. Fast links connect these ranks."""
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
@@ -337,7 +337,7 @@ class Rates:
         return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
 
     def memory(self, size: int) -> _Ends:
-        """Estimate the seconds that a device takes to move `size` bytes, where both reads and writes count."""
+        """Estimate the seconds that a device takes to read and write a total of `size` bytes of memory."""
         return size / (self.of("memory_bandwidth") * self.of("memory_efficiency"))
 
     def slowdown(self, num_ranks: int) -> _Ends:
@@ -346,7 +346,7 @@ class Rates:
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Record that an estimate looked up a number of the hardware file. The lookup goes into `unverified` if nobody
+        """Record that an estimate looked up a number in the hardware file. The lookup goes into `unverified` if nobody
         has checked the number. If the size was beyond the ends of the number's table, `beyond` describes the size, and
         the lookup is also recorded in `extrapolated`."""
         if not known.verified:

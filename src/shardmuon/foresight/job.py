@@ -217,7 +217,7 @@ def _parameters_of(
 
 
 def _cut(name: str, num_dims: int, transposed: bool) -> int | None:
-    """Infer the dim along which tensor parallelism shards a parameter from the name of the parameter's module.
+    """Infer from a module's name the dim along which tensor parallelism shards the module's parameter.
 
     Args:
         name: Name of the parameter.
