@@ -63,7 +63,7 @@ from shardmuon.step.validate import Proposal, validate
 
 
 class Core:
-    """Parameter groups and their state, with the step that updates both once all ranks have agreed to the step.
+    """Parameter groups and their state, with a step that updates parameters and state once all ranks have agreed to it.
 
     Attributes:
         param_groups, state: The attributes of torch.optim.Optimizer. Frameworks can replace both.
@@ -83,7 +83,7 @@ class Core:
         settled: State tensors with weight norms (variant "hyperball") that a step has checked since they were created
             or loaded.
         hosts: Integrations with the frameworks that may call `step`.
-        has_trained: True once some parameter had a gradient in a step.
+        has_trained: True once some parameter has had a gradient in a step.
     """
 
     param_groups: list[dict[str, Any]]
@@ -95,7 +95,7 @@ class Core:
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # if None, the optimizer makes the keeper of stored momentum from `config`
+        keeper: Keeper | None = None,  # creates and converts stored momentum; if None, made from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -165,8 +165,7 @@ class Core:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or GradientState.MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        # An audit is collective, so if any rank has requested one, all ranks that voted must take part. `StepAudit`
-        # reports its errors as findings.
+        # An audit is collective, so if any rank has requested one, all ranks that voted must take part.
         audit = None
         if verdict.flags & Flag.AUDIT:
             from shardmuon.auditing.live import StepAudit
@@ -219,7 +218,7 @@ class Core:
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
-        if isinstance(error, AuditError):  # an audit error ends the step before its later groups are updated
+        if isinstance(error, AuditError):  # after an audit error, the rest of the step is skipped
             self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
         # if an earlier error is recorded, the connections to other ranks are already closed
@@ -483,7 +482,7 @@ class Muon(Core, Optimizer):
         adamw_lr: Learning rate of all parameters that AdamW updates; allowed only if `params` is a module. Default: the
             rate at which AdamW's updates are as large as Muon's; `shardmuon.param_groups` prints this rate. See
             docs/learning_rate.md.
-        overrides: Changes to the default choice of which of the module's parameters Muon updates (see
+        overrides: Changes to the default assignment of the module's parameters to Muon and AdamW (see
             `shardmuon.param_groups`).
 
     Raises:
@@ -625,8 +624,8 @@ class Muon(Core, Optimizer):
 
     @property
     def _host(self) -> Host:
-        """The active host (framework integration), or a plain `Host` if the parameter groups contain the user's
-        parameters."""
+        """The active host (integration with a framework that has replaced the tensors in the parameter groups), or a
+        plain `Host` if no host is active."""
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
@@ -667,7 +666,7 @@ class Muon(Core, Optimizer):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All current plans. Under DeepSpeed, there is one plan for each set of groups that are stepped together.
-        Otherwise, the tuple contains only `plan`, and it is empty before the plan is made."""
+        Otherwise, the tuple contains the only plan, or is empty before a plan is made."""
         return self._host.plans(self)
 
     # ------------------------------------------------------------------------------------ groups and options
@@ -733,8 +732,7 @@ class Muon(Core, Optimizer):
         self.take_loaded(*read_state(self.param_groups, state_dict, self.keeper))
 
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Replace this optimizer's state and groups with state and groups that were read from a state dict and
-        checked."""
+        """Replace this optimizer's state and groups with those from a state dict, which the caller has checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         self.settled.clear()  # the next step must check the weight norms that Hyperball has stored in the loaded state
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -747,7 +745,7 @@ class Muon(Core, Optimizer):
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):
             group.update(loaded_over(own, group))
-        # loading a state dict resets `broken` to None, because only copies and pickles contain this key
+        # copies and pickles keep `broken`; loading a state dict, which lacks this key, resets it to None
         self.broken = state.get("broken")
         if "hosts" not in self.__dict__:  # copies of the optimizer do not inherit its plan and framework integrations
             self._forget_process()
@@ -763,6 +761,6 @@ class Muon(Core, Optimizer):
         return {**state, **own, "param_groups": groups}
 
 
-# Attributes that copies and pickles contain. If a pickle comes from another process, its `world` is not that of the
-# process that loads the pickle, so `component` is ignored.
+# Attributes that copies and pickles contain. `component` is ignored after a pickle from another process is loaded,
+# because `world` then identifies a process group that this process does not have.
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

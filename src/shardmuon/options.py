@@ -149,7 +149,7 @@ class MuonConfig:
 
     def stored(self) -> str:
         """Format the options of stored momentum (`STORED`) that differ from their defaults. Return an empty string if
-        there are no such options, or if fp32 momentum is the only one."""
+        there are no such options, or if the only one is `momentum_dtype=torch.float32`."""
         found = {key: value for key, value in self.changed().items() if key in self.STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
 
@@ -260,7 +260,7 @@ def unknown_keyword(key: str) -> TypeError:
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
-    """Return `lr` after checking that it was given. No default value would be suitable for every model. The message
+    """Return `lr`, or raise an error if it was not given, because no default would suit every model. The error message
     starts with `where`, the name of the function that takes `lr`.
 
     Raises:
@@ -294,8 +294,8 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError for the first invalid option of a group. The message starts with `where`. The options of both
     Muon and AdamW are checked in every group, since users can change `use_muon` later."""
-    # If lr or weight_decay is missing, this line raises KeyError before anything changes. Otherwise, the error would
-    # occur in the AdamW step, after Muon has changed matrices.
+    # If lr or weight_decay is missing, this line raises KeyError before anything changes. Without it, the error would
+    # occur only in the AdamW step, after Muon has changed matrices.
     _check_values(where, {"lr": group["lr"], "weight_decay": group["weight_decay"], **group})
     if not group.get("use_muon", True):
         return

@@ -1,5 +1,5 @@
-"""The keeper of an optimizer's momentum. It determines the dtype and the device of stored momentum, and creates,
-converts and checks the stored momentum of each parameter. The arithmetic is in stores.py.
+"""`Keeper`, which creates, converts and checks the stored momentum of each parameter, in the dtype and on the device
+that the optimizer's options select. The arithmetic is in stores.py.
 """
 
 from __future__ import annotations
