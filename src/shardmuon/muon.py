@@ -95,7 +95,7 @@ class Core:
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # creates and converts stored momentum; if None, made from `config`
+        keeper: Keeper | None = None,  # if None, a keeper of stored momentum is made from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -271,10 +271,10 @@ class Core:
 
     @torch.no_grad()
     def complete_state(self) -> None:
-        """Create the missing state of every trainable parameter, with zeros if the parameter never had a gradient (see
-        [Note: state that is not there] in checkpoint/state.py). No state is created for a frozen parameter without any
-        state. State that does not match the options of its parameter's group, because `use_muon` or `variant` changed
-        while the parameter was frozen, is replaced with zeros."""
+        """Create the missing state of every trainable parameter, filled with zeros (see [Note: state that is not there]
+        in checkpoint/state.py). No state is created for a frozen parameter without any state. State that does not match
+        the options of its parameter's group, because `use_muon` or `variant` changed while the parameter was frozen, is
+        replaced with zeros."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad or self.state.get(p):
@@ -721,7 +721,7 @@ class Muon(Core, Optimizer):
             ValueError: The state dict does not match this optimizer, which is unchanged.
         """
         host = self.hosts.active
-        if host is not None:  # while a host (framework integration) is active, state dicts contain its flat parameters
+        if host is not None:  # with an active host (framework integration), state dicts contain its flat parameters
             with Refused.made_public():
                 host.load(self, state_dict)
             return
@@ -761,6 +761,6 @@ class Muon(Core, Optimizer):
         return {**state, **own, "param_groups": groups}
 
 
-# Attributes that copies and pickles contain. `component` is ignored after a pickle from another process is loaded,
-# because `world` then identifies a process group that this process does not have.
+# Attributes that copies and pickles contain. After a pickle from another process is loaded, `component` (the ranks of
+# the last vote) is ignored, because `world` then identifies a process group that this process does not have.
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

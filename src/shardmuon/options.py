@@ -32,7 +32,7 @@ from shardmuon.variants import Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
 
-# Function that takes an option's value and returns the second part of an error message, or "" if the value is valid.
+# Function that takes an option's value and returns the end of an error message, or "" if the value is valid.
 _FaultOf = Callable[[Any], str]
 
 
@@ -294,8 +294,8 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError for the first invalid option of a group. The message starts with `where`. The options of both
     Muon and AdamW are checked in every group, since users can change `use_muon` later."""
-    # If lr or weight_decay is missing, this line raises KeyError before anything changes. Without it, the error would
-    # occur only in the AdamW step, after Muon has changed matrices.
+    # If lr or weight_decay is missing, this line raises KeyError before anything changes. Without this check, the
+    # error would occur only in the AdamW step, after Muon has changed matrices.
     _check_values(where, {"lr": group["lr"], "weight_decay": group["weight_decay"], **group})
     if not group.get("use_muon", True):
         return
@@ -492,7 +492,7 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
             check_expert(p, group, unset)
             UnitPlace.refuse_flat(p)
             if isinstance(engine := engine_for(p, group), TensorParallelEngine):
-                engine.cut(p)  # raises ValueError if the attributes that describe the sharding are invalid
+                engine.cut(p)  # raises ValueError if the parameter's attributes describe an invalid sharding
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

@@ -187,7 +187,7 @@ class Products:
         emulated = device.type == "cpu" and dtype in _HALVES
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
-        short, long = sorted(shape[-2:])  # a symmetric product, such as a Gram matrix, is short x short
+        short, long = sorted(shape[-2:])  # the result of a symmetric product, such as a Gram matrix, is short x short
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Tensor]] = (
             (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
@@ -266,7 +266,7 @@ def _square_of(x: Tensor) -> Tensor:  # maps (B, m, n) to (B, k, k), k = min(m, 
 
 
 def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands: Tensor, **others: Any) -> Tensor:
-    """Compute a product in fp32, and round its values to those of a narrower dtype, in place."""
+    """Compute a product in fp32, and round the result in place to values of the narrower dtype `dtype`."""
     out = product(*operands, **others)
     return out.copy_(out.to(dtype))
 

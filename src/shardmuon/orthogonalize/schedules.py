@@ -80,9 +80,9 @@ def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
 _KELLER = (3.4445, -4.7750, 2.0315)
 _TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: coefficients of the Taylor series of 1/sqrt up to second order
 
-# Name -> the triples of the first steps, the triple of all further steps, and the source ("ours" if the coefficients
-# are not published elsewhere). If there is a triple for further steps, the schedule has five steps by default and
-# allows any other number. If there is None instead, the schedule has exactly the steps listed.
+# Dict from a schedule's name to the triples of the first steps, the triple of all further steps, and the source ("ours"
+# if the coefficients are not published elsewhere). If there is a triple for further steps, the schedule has five steps
+# by default and allows any other number. If there is None instead, the schedule has exactly the steps listed.
 _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
     "keller": ((), _KELLER, "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's"),
     "quintic": (

@@ -31,12 +31,10 @@ from shardmuon.plan.plan import Bucket, Item, Plan, Policy, Spec
 from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
-# By default, replicas divide the work among themselves. Each replica orthogonalizes all matrices itself only if this
-# shortens the estimated step by both minimum margins, `_NO_GAIN` and `_LATENCIES`. `_NO_GAIN` is the minimum step time
-# with divided work, in percent of the step time without division.
+# By default, replicas divide the work among themselves. Each replica orthogonalizes all matrices itself only if a step
+# with divided work is estimated to take at least `_NO_GAIN` percent of the time of a step without division, and longer
+# by at least `_LATENCIES` times the latency of an exchange between nodes.
 _NO_GAIN = 102
-# Minimum time that a step must save if replicas are not to divide the work, as a multiple of the latency of an exchange
-# between nodes.
 _LATENCIES = 3
 # Values that `_cuts` tries for the minimum number of waves. A wave is a part of the matrices that becomes one or more
 # buckets.
@@ -336,8 +334,8 @@ def _gathered(spec: Spec, item: Item) -> bool:
 
 
 def _lines(items: Iterable[Item]) -> list[_Share]:
-    """Group matrices by their owner (the rank that orthogonalizes them). Return one list per owner, sorted by
-    decreasing cost."""
+    """Group matrices by their owner (the rank that orthogonalizes them). Return one list per owner, each
+    sorted by decreasing cost."""
     lines: dict[Ranks, _Share] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.rows, item.cols, item.key)):
         lines.setdefault(item.owners, []).append(item)

@@ -2,11 +2,11 @@
 and wires, where a wire is the send or receive buffer of an exchange. All functions are pure.
 
 [Note: places]
-    Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns are
-    in batches, where they are orthogonalized, and are never sent. All other tiles are on a wire, ordered by the rank at
-    the other end, then by matrix, then by their order in storage. The scatter delivers the result for a tile to the
-    same place on the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all
-    matrices, and its wires are empty.
+    Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns
+    (orthogonalizes) are in batches and are never sent. All other tiles are on a wire, ordered by the rank at the other
+    end, then by matrix, then by their order in storage. The scatter delivers the result for a tile to the same place on
+    the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all matrices, and its
+    wires are empty.
 
 [Note: results in two stages]
     For each piece of a matrix, the owner communicates with a single rank that stores the piece, if possible a rank of
@@ -124,8 +124,7 @@ class Program:
         bucket, rank: The bucket, and the rank that executes the program.
         batches, batch_numel: Batches of the matrices that this rank owns (orthogonalizes), and the size of their buffer
             in elements.
-        own: Tiles (parts) of the matrices that this rank owns, if this rank stores the tiles, with their places in the
-            buffer of batches.
+        own: Stored tiles (parts) of the matrices that this rank owns, with their places in the buffer of batches.
         gather, scatter, relay: The three exchanges of the bucket; `relay` is None if no matrix of the bucket needs a
             relay.
     """
