@@ -203,7 +203,7 @@ class Core:
         redistribute each gradient whose placements differ from its parameter's."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
-            kept.clear()  # the removed state can include state that AdamW or another variant has left behind
+            kept.clear()  # remove state that AdamW or another variant may have left behind
             kept.update(made)
         for number, keys in proposal.fresh.items():
             for key in keys:
@@ -234,7 +234,7 @@ class Core:
             if isinstance(error, ExchangeError):  # an ExchangeError's message already states the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
-            # ranks that are waiting for this rank fail at once when their connections are closed
+            # close the connections, so that ranks that are waiting for this rank fail at once
             Lane.close_over(component)
 
     def last_voters(self) -> Ranks | None:
@@ -355,8 +355,8 @@ class StepCall(TableCall[Binding]):
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # In addition to Muon's parameters, the list contains the DTensors that AdamW updates, so that the ranks that
-        # share them learn of each other's errors.
+        # List the DTensors that AdamW updates as well as Muon's parameters, so that ranks that share these DTensors learn
+        # of each other's errors.
         return [
             (name, p, group)
             for index, group in enumerate(self._core.param_groups)

@@ -200,8 +200,8 @@ _MUON_OPTIONS = (
 )
 ONLY_MUON = {*_MUON_OPTIONS, *VIEW_DEFAULTS}
 GROUP_OPTIONS = ("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *VIEW_DEFAULTS, *PLACE_OPTIONS)
-# Keys that are not group options but that users are likely to write in a group. In the error message, the key is
-# followed by its value in this dict.
+# Dict from keys that are not group options, but that users are likely to write in a group, to the text that follows the
+# key in the error message.
 ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "

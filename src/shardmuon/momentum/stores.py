@@ -171,7 +171,7 @@ def step_stored_(
     grad: Tensor,  # gradient with the shape of stored[0], not changed
     out: Tensor | None,  # tensor with the shape of `grad`, overwritten with the orthogonalization's input
     *,
-    patch: Patch,  # the rows and columns of the matrix that `grad` covers, in the shape of `grad`
+    patch: Patch,  # the part of the matrix that `grad` covers, viewed in the shape of `grad`
     stream: Stream,
     momentum: float,
     nesterov: bool,
