@@ -355,8 +355,8 @@ class StepCall(TableCall[Binding]):
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # List the DTensors that AdamW updates as well as Muon's parameters, so that ranks that share these DTensors learn
-        # of each other's errors.
+        # List the DTensors that AdamW updates as well as Muon's parameters, so that ranks that share these DTensors
+        # learn of each other's errors.
         return [
             (name, p, group)
             for index, group in enumerate(self._core.param_groups)
