@@ -63,7 +63,7 @@ from shardmuon.step.validate import Proposal, validate
 
 
 class Core:
-    """Parameter groups and their state, with the step that updates both once all ranks have agreed to the step.
+    """Parameter groups and their state, with a step that updates parameters and state once all ranks have agreed to it.
 
     Attributes:
         param_groups, state: The attributes of torch.optim.Optimizer. Frameworks can replace both.
@@ -83,7 +83,7 @@ class Core:
         settled: State tensors with weight norms (variant "hyperball") that a step has checked since they were created
             or loaded.
         hosts: Integrations with the frameworks that may call `step`.
-        has_trained: True once some parameter had a gradient in a step.
+        has_trained: True once some parameter has had a gradient in a step.
     """
 
     param_groups: list[dict[str, Any]]
@@ -95,7 +95,7 @@ class Core:
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # if None, the optimizer makes the keeper of stored momentum from `config`
+        keeper: Keeper | None = None,  # if None, a keeper of stored momentum is made from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -165,8 +165,7 @@ class Core:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or GradientState.MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        # An audit is collective, so if any rank has requested one, all ranks that voted must take part. `StepAudit`
-        # reports its errors as findings.
+        # An audit is collective, so if any rank has requested one, all ranks that voted must take part.
         audit = None
         if verdict.flags & Flag.AUDIT:
             from shardmuon.auditing.live import StepAudit
@@ -204,7 +203,7 @@ class Core:
         redistribute each gradient whose placements differ from its parameter's."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
-            kept.clear()  # the removed state can include state that AdamW or another variant has left behind
+            kept.clear()  # remove state that AdamW or another variant may have left behind
             kept.update(made)
         for number, keys in proposal.fresh.items():
             for key in keys:
@@ -219,7 +218,7 @@ class Core:
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
-        if isinstance(error, AuditError):  # an audit error ends the step before its later groups are updated
+        if isinstance(error, AuditError):  # after an audit error, the rest of the step is skipped
             self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
         # if an earlier error is recorded, the connections to other ranks are already closed
@@ -235,7 +234,7 @@ class Core:
             if isinstance(error, ExchangeError):  # an ExchangeError's message already states the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
-            # ranks that are waiting for this rank fail at once when their connections are closed
+            # close the connections, so that ranks that are waiting for this rank fail at once
             Lane.close_over(component)
 
     def last_voters(self) -> Ranks | None:
@@ -272,10 +271,10 @@ class Core:
 
     @torch.no_grad()
     def complete_state(self) -> None:
-        """Create the missing state of every trainable parameter, with zeros if the parameter never had a gradient (see
-        [Note: state that is not there] in checkpoint/state.py). No state is created for a frozen parameter without any
-        state. State that does not match the options of its parameter's group, because `use_muon` or `variant` changed
-        while the parameter was frozen, is replaced with zeros."""
+        """Create the missing state of every trainable parameter, filled with zeros (see [Note: state that is not there]
+        in checkpoint/state.py). No state is created for a frozen parameter without any state. State that does not match
+        the options of its parameter's group, because `use_muon` or `variant` changed while the parameter was frozen, is
+        replaced with zeros."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad or self.state.get(p):
@@ -356,8 +355,8 @@ class StepCall(TableCall[Binding]):
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # In addition to Muon's parameters, the list contains the DTensors that AdamW updates, so that the ranks that
-        # share them learn of each other's errors.
+        # List the DTensors that AdamW updates as well as Muon's parameters, so that ranks that share these DTensors
+        # learn of each other's errors.
         return [
             (name, p, group)
             for index, group in enumerate(self._core.param_groups)
@@ -483,7 +482,7 @@ class Muon(Core, Optimizer):
         adamw_lr: Learning rate of all parameters that AdamW updates; allowed only if `params` is a module. Default: the
             rate at which AdamW's updates are as large as Muon's; `shardmuon.param_groups` prints this rate. See
             docs/learning_rate.md.
-        overrides: Changes to the default choice of which of the module's parameters Muon updates (see
+        overrides: Changes to the default assignment of the module's parameters to Muon and AdamW (see
             `shardmuon.param_groups`).
 
     Raises:
@@ -625,8 +624,8 @@ class Muon(Core, Optimizer):
 
     @property
     def _host(self) -> Host:
-        """The active host (framework integration), or a plain `Host` if the parameter groups contain the user's
-        parameters."""
+        """The active host (integration with a framework that has replaced the tensors in the parameter groups), or a
+        plain `Host` if no host is active."""
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
@@ -667,7 +666,7 @@ class Muon(Core, Optimizer):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All current plans. Under DeepSpeed, there is one plan for each set of groups that are stepped together.
-        Otherwise, the tuple contains only `plan`, and it is empty before the plan is made."""
+        Otherwise, the tuple contains the only plan, or is empty before a plan is made."""
         return self._host.plans(self)
 
     # ------------------------------------------------------------------------------------ groups and options
@@ -722,7 +721,7 @@ class Muon(Core, Optimizer):
             ValueError: The state dict does not match this optimizer, which is unchanged.
         """
         host = self.hosts.active
-        if host is not None:  # while a host (framework integration) is active, state dicts contain its flat parameters
+        if host is not None:  # with an active host (framework integration), state dicts contain its flat parameters
             with Refused.made_public():
                 host.load(self, state_dict)
             return
@@ -733,8 +732,7 @@ class Muon(Core, Optimizer):
         self.take_loaded(*read_state(self.param_groups, state_dict, self.keeper))
 
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Replace this optimizer's state and groups with state and groups that were read from a state dict and
-        checked."""
+        """Replace this optimizer's state and groups with those from a state dict, which the caller has checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         self.settled.clear()  # the next step must check the weight norms that Hyperball has stored in the loaded state
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -747,7 +745,7 @@ class Muon(Core, Optimizer):
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):
             group.update(loaded_over(own, group))
-        # loading a state dict resets `broken` to None, because only copies and pickles contain this key
+        # copies and pickles keep `broken`; loading a state dict, which lacks this key, resets it to None
         self.broken = state.get("broken")
         if "hosts" not in self.__dict__:  # copies of the optimizer do not inherit its plan and framework integrations
             self._forget_process()
@@ -763,6 +761,6 @@ class Muon(Core, Optimizer):
         return {**state, **own, "param_groups": groups}
 
 
-# Attributes that copies and pickles contain. If a pickle comes from another process, its `world` is not that of the
-# process that loads the pickle, so `component` is ignored.
+# Attributes that copies and pickles contain. After a pickle from another process is loaded, `component` (the ranks of
+# the last vote) is ignored, because `world` then identifies a process group that this process does not have.
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

@@ -32,7 +32,7 @@ from shardmuon.variants import Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
 
-# Function that takes an option's value and returns the second part of an error message, or "" if the value is valid.
+# Function that takes an option's value and returns the end of an error message, or "" if the value is valid.
 _FaultOf = Callable[[Any], str]
 
 
@@ -149,7 +149,7 @@ class MuonConfig:
 
     def stored(self) -> str:
         """Format the options of stored momentum (`STORED`) that differ from their defaults. Return an empty string if
-        there are no such options, or if fp32 momentum is the only one."""
+        there are no such options, or if the only one is `momentum_dtype=torch.float32`."""
         found = {key: value for key, value in self.changed().items() if key in self.STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
 
@@ -200,8 +200,8 @@ _MUON_OPTIONS = (
 )
 ONLY_MUON = {*_MUON_OPTIONS, *VIEW_DEFAULTS}
 GROUP_OPTIONS = ("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *VIEW_DEFAULTS, *PLACE_OPTIONS)
-# Keys that are not group options but that users are likely to write in a group. In the error message, the key is
-# followed by its value in this dict.
+# Dict from keys that are not group options, but that users are likely to write in a group, to the text that follows the
+# key in the error message.
 ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "
@@ -260,7 +260,7 @@ def unknown_keyword(key: str) -> TypeError:
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
-    """Return `lr` after checking that it was given. No default value would be suitable for every model. The message
+    """Return `lr`, or raise an error if it was not given, because no default would suit every model. The error message
     starts with `where`, the name of the function that takes `lr`.
 
     Raises:
@@ -294,8 +294,8 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError for the first invalid option of a group. The message starts with `where`. The options of both
     Muon and AdamW are checked in every group, since users can change `use_muon` later."""
-    # If lr or weight_decay is missing, this line raises KeyError before anything changes. Otherwise, the error would
-    # occur in the AdamW step, after Muon has changed matrices.
+    # If lr or weight_decay is missing, this line raises KeyError before anything changes. Without this check, the
+    # error would occur only in the AdamW step, after Muon has changed matrices.
     _check_values(where, {"lr": group["lr"], "weight_decay": group["weight_decay"], **group})
     if not group.get("use_muon", True):
         return
@@ -492,7 +492,7 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
             check_expert(p, group, unset)
             UnitPlace.refuse_flat(p)
             if isinstance(engine := engine_for(p, group), TensorParallelEngine):
-                engine.cut(p)  # raises ValueError if the attributes that describe the sharding are invalid
+                engine.cut(p)  # raises ValueError if the parameter's attributes describe an invalid sharding
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

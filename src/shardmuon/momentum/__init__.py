@@ -1,1 +1,1 @@
-"""Storage of momentum, with a choice of dtype and device, 8-bit codes and stochastic rounding."""
+"""Storage of momentum in a chosen dtype or as 8-bit codes, on a chosen device, with optional stochastic rounding."""

@@ -1,5 +1,5 @@
-"""The keeper of an optimizer's momentum. It determines the dtype and the device of stored momentum, and creates,
-converts and checks the stored momentum of each parameter. The arithmetic is in stores.py.
+"""`Keeper`, which creates, converts and checks the stored momentum of each parameter, in the dtype and on the device
+that the optimizer's options select. The arithmetic is in stores.py.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Keeper:
     # ---------------------------------------------------------------------------------------------- checkpoints
 
     def start(self, param: Tensor, num_row_dims: int, state: MutableMapping[str, Any]) -> None:
-        """Create a parameter's initial state: momentum of zeros and, if steps are counted, a step count of 0."""
+        """Create a parameter's initial state: zero momentum and, if steps are counted, a step count of 0."""
         _forget_adamw(state)
         engine = engine_of(param)
         stored = self._zeros(engine.storage(param), gradient_dtype(param) or param.dtype, num_row_dims)
@@ -192,8 +192,8 @@ class Keeper:
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a dict from state key to this rank's local tensor, for a parameter's momentum and, if momentum is stored
-    as 8-bit codes, its scales. Tensors that do not exist yet are left out."""
+    """Return this rank's local tensors of a parameter's momentum and, if momentum is stored as 8-bit codes, of its
+    scales, as a dict with the keys of the state. Tensors that do not exist yet are left out."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
 
 

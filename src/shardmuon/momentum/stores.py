@@ -1,4 +1,4 @@
-"""Storage formats of momentum (plain, bf16, 8-bit codes), and stochastic rounding, which is exact on average.
+"""Storage formats of momentum (plain, bf16, 8-bit codes), and stochastic rounding, which is unbiased.
 
 [Note: bits belong to elements]
     The random bits of an element depend only on the parameter, the purpose (momentum or weights), the step and the
@@ -42,7 +42,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # if used in place of 16 random bits, this constant rounds a number to nearest
+_NEAREST = 0x8000  # used in place of 16 random bits to round to nearest
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ def _round_by(
 
 
 def _slab(device: torch.device) -> int:
-    """Return the number of elements of a momentum or weight tensor to process at once: few enough on a CPU for
-    temporaries to fit in the cache, and many enough on an accelerator to keep it busy."""
+    """Return the number of elements of a momentum or weight tensor to process at once: on a CPU, few enough for
+    temporaries to fit in the cache; on an accelerator, enough to keep it busy."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
@@ -171,7 +171,7 @@ def step_stored_(
     grad: Tensor,  # gradient with the shape of stored[0], not changed
     out: Tensor | None,  # tensor with the shape of `grad`, overwritten with the orthogonalization's input
     *,
-    patch: Patch,  # the rows and columns of the matrix that `grad` covers, in the shape of `grad`
+    patch: Patch,  # the part of the matrix that `grad` covers, viewed in the shape of `grad`
     stream: Stream,
     momentum: float,
     nesterov: bool,

@@ -68,8 +68,8 @@
 
 [Note: results that are not finite]
     If the result for a finite matrix is not finite, it is replaced with zeros, so the weights only decay in this step.
-    This has never been observed. To report it without waiting for the device, the counts are copied to the host
-    asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
+    This has never been observed. To report it without waiting for the device, flags that mark replaced results are
+    copied to the host asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 # Scale of the low part when an fp32 matrix is split into the sum of two half-precision matrices. fp16 has 11-bit
 # significands, so multiplying fp16's rounding errors by 2^11 brings them into fp16's range.
 _SPLIT = 2.0**11
-# maximum number of row blocks of a symmetric product: 4 compute 10/16 of it, and even 8 would compute 36/64
+# Maximum number of row blocks into which a symmetric product is split. With 4 blocks, 10/16 of the product is computed;
+# with 8, it would still be 36/64.
 _MAX_BLOCKS = 4
 # Number of FLOPs that one CPU thread executes in time 2c, for each dtype. c is the overhead of each row block into
 # which a symmetric product is split (see [Note: number of blocks]).
@@ -169,7 +170,7 @@ class Products:
     base + alpha * left @ right, for single matrices or batches from `empty_batch`. `symmetric_mm` and `symmetric_addmm`
     do the same for symmetric results (and a symmetric base). For large products on CPUs, they compute one half of the
     result and mirror it. All four functions write to `out` and return `out`, which is also from `empty_batch` and must
-    not be an operand. Where torch's own functions suffice, the attributes are simply these functions.
+    not be an operand. Where no special handling is needed, they are torch's own functions.
 
     Attributes:
         dtype: Dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
@@ -186,7 +187,7 @@ class Products:
         emulated = device.type == "cpu" and dtype in _HALVES
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
-        short, long = sorted(shape[-2:])  # a symmetric product, such as a Gram matrix, is short x short
+        short, long = sorted(shape[-2:])  # the result of a symmetric product, such as a Gram matrix, is short x short
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Tensor]] = (
             (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
@@ -265,7 +266,7 @@ def _square_of(x: Tensor) -> Tensor:  # maps (B, m, n) to (B, k, k), k = min(m, 
 
 
 def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands: Tensor, **others: Any) -> Tensor:
-    """Run a product in fp32 and round its result in place to a narrower dtype."""
+    """Compute a product in fp32, and round the result in place to values of the narrower dtype `dtype`."""
     out = product(*operands, **others)
     return out.copy_(out.to(dtype))
 
@@ -481,7 +482,7 @@ def _gram_newton_schulz(
         before = _factor_of(products.operand(wide), first, products)
         after = _factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=_square_of(before))
-        # free memory for the product in `_times`, which needs as much memory as all earlier products
+        # free memory before the multiplication in `_times` allocates its result
         del wide, before, after
         # If X is tall, transpose the matrix Q, since (Q X)^T = X^T Q^T. Q is a product of two symmetric matrices and is
         # symmetric only up to rounding.
@@ -710,7 +711,7 @@ class FiniteWatch:
         text: str,  # method and shape, for use in a warning about replaced results
     ) -> Tensor:  # returns `out`
         """Overwrite each non-finite result of the orthogonalization with zeros if the corresponding input matrix is
-        finite. Do not wait for an accelerator."""
+        finite, without waiting for an accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
         # If no result contains NaN or Inf, return early. Only a CPU can check this without waiting for a device.
         if x.device.type == "cpu" and not bool(spoiled.isnan().any()):

@@ -16,7 +16,7 @@ from shardmuon.orthogonalize.schedules import Triples
 # Speed of bf16 products relative to fp32 on CPUs with bf16 instructions. It is 2.3 with AVX512-BF16 (measured) and
 # several times higher with AMX (not measured). A single value between the two makes ranks on different CPU models
 # choose the same method. With this value, "gram" is never chosen for five quintic steps, because it takes more than 1/5
-# of the work of "standard". On CPUs with AVX512-BF16, this choice is slower than "gram" for matrices with n/m above 10.
+# of the work of "standard". On CPUs with AVX512-BF16, "gram" would be faster for matrices with n/m above 10.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # "gram" is chosen if it takes less than this share of the time of "standard"
 

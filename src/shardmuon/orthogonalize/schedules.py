@@ -2,13 +2,13 @@
 
 One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. A schedule that flips a sign
 or diverges for inputs up to `_MARGIN` is rejected: after division by the Frobenius norm, singular values are at most 1,
-but rounding can lift them slightly above.
+but rounding can lift them slightly above 1.
 
 [Note: to add one]
     To add a schedule, change four files: this file, tests/schedule_cases.py, docs/orthogonalization.md and
     CHANGELOG.md. New rows go last.
-    1. Add a row to `_SCHEDULES`; all other code reads this table. The row's source says who published the coefficients,
-       or "ours".
+    1. Add a row to `_SCHEDULES`; all other code reads this table. The row's source cites the publication of the
+       coefficients, or is "ours".
     2. Run `.venv/bin/python tests/schedule_cases.py NAME`. It prints a row for `CASES` in that file, and rows for the
        tables "Schedules" and "Errors" in docs/orthogonalization.md. Add these rows.
     3. Add a line to CHANGELOG.md.
@@ -72,18 +72,17 @@ class Schedule:
 
 
 def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
-    """Divide the input of every Newton-Schulz step by a safety factor: for each triple in `steps`, return the
-    coefficients that map s to the value to which the triple maps s / factor. A factor above 1 is used if it was
-    published with the coefficients, or if the coefficients would flip signs or diverge without it."""
+    """Rescale the triple of each Newton-Schulz step so that the step divides its input by a safety factor. A factor
+    above 1 is used if it was published with the coefficients, or if they would flip signs or diverge without it."""
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
 _KELLER = (3.4445, -4.7750, 2.0315)
 _TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: coefficients of the Taylor series of 1/sqrt up to second order
 
-# Name -> the triples of the first steps, the triple of all further steps, and the source ("ours" if the coefficients
-# are not published elsewhere). If there is a triple for further steps, the schedule has five steps by default and
-# allows any other number. If there is None instead, the schedule has exactly the steps listed.
+# Dict from a schedule's name to the triples of the first steps, the triple of all further steps, and the source ("ours"
+# if the coefficients are not published elsewhere). If there is a triple for further steps, the schedule has five steps
+# by default and allows any other number. If there is None instead, the schedule has exactly the steps listed.
 _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
     "keller": ((), _KELLER, "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's"),
     "quintic": (
@@ -142,12 +141,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # Emerging-Optimizers and Megatron use the name "simple"
+    "simple": "keller",  # name of this schedule in Emerging-Optimizers and Megatron
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # Emerging-Optimizers uses the name "deepseekv4"
+    "deepseekv4": "deepseek_v4",  # name of this schedule in Emerging-Optimizers
     "cubic5": "cubic",
 }
 

@@ -53,8 +53,8 @@ def _hardware(device: torch.device) -> str:
         extra = " amx" if cpu_has_amx() else " bf16" if cpu_has_bf16_matmul() else ""
         threads = torch.get_num_threads()
         facts = Path("/proc/cpuinfo")
-        # The stamp names the vendor, because MKL chooses kernels by vendor, even among CPUs with the same instruction
-        # set.
+        # The stamp names the CPU vendor, because MKL chooses kernels by vendor, even among CPUs with the same
+        # instruction set.
         found = re.search(r"^vendor_id\s*: *(.*)", facts.read_text() if facts.exists() else "", re.MULTILINE)
         vendor = found[1].strip() if found else platform.machine()
         return f"{vendor} {torch.backends.cpu.get_cpu_capability()}{extra}, {threads} threads"

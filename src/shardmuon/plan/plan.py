@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
     Attributes:
         layout: Layout of the state tensor, which contains one matrix of shape 1 x n for each matrix of the parameter. A
-            rank stores either all or nothing of such a matrix.
+            rank stores either all or none of such a matrix.
         travels: True if the rank that orthogonalizes a matrix also changes the values and must send them to all ranks
             that store them.
     """

@@ -1,6 +1,5 @@
-"""The planner, which makes plans. It chooses the owner of each matrix, which is the rank that orthogonalizes the
-matrix, and divides the matrices into buckets of matrices that are exchanged together, so that a step takes as little
-time as possible. All functions are pure.
+"""The planner. It assigns each matrix to an owner, the rank that orthogonalizes the matrix, and to a bucket, a group of
+matrices that are exchanged together, so that a step takes as little time as possible. All functions are pure.
 
 [Note: balance within a set]
     Work is balanced separately within each set of ranks that share tensors. A rank can belong to several sets, but the
@@ -32,15 +31,13 @@ from shardmuon.plan.plan import Bucket, Item, Plan, Policy, Spec
 from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
-# By default, replicas divide the work among themselves. Each replica orthogonalizes all matrices itself only if the
-# estimated step then takes less time by at least two margins, of which `_LATENCIES` is the second. `_NO_GAIN` is the
-# minimum ratio, in percent, of the step time with divided work to the step time if each replica does all the work.
+# By default, replicas divide the work among themselves. Each replica orthogonalizes all matrices itself only if a step
+# with divided work is estimated to take at least `_NO_GAIN` percent of the time of a step without division, and longer
+# by at least `_LATENCIES` times the latency of an exchange between nodes.
 _NO_GAIN = 102
-# Minimum time that must be saved if each replica is to orthogonalize all matrices itself, as a multiple of the latency
-# of an exchange between nodes.
 _LATENCIES = 3
-# Minimum numbers of waves that `_cuts` tries, one after another. A wave is a part of the matrices that becomes one or
-# more buckets.
+# Values that `_cuts` tries for the minimum number of waves. A wave is a part of the matrices that becomes one or more
+# buckets.
 _NUMS = (*range(1, 21), 24, 32)
 _TAILS = (1, 2, 4)
 # Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The values are those in
@@ -59,8 +56,7 @@ class _Way(NamedTuple):
         moving: Buckets of matrices that are sent between ranks, grouped by their common properties (ranks, route,
             device type, ..). Each key is a `Bucket` without items that describes these properties. Its value has one
             list of matrices for each bucket in the group.
-        ns: Estimated time of a step in nanoseconds, which excludes matrices that a single rank stores and
-            orthogonalizes.
+        ns: Estimated time of a step in nanoseconds, excluding matrices that a single rank stores and orthogonalizes.
         notes: Lines of text in the printed plan that explain the choice.
     """
 
@@ -129,18 +125,18 @@ def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
 
 
 def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> dict[_Key, int]:
-    """Choose the owner (the rank that orthogonalizes it) of each matrix that a set of ranks shares. Matrices with a
-    single candidate are assigned first, the others in order of decreasing cost. Each matrix goes to the candidate that
-    has the least work so far. Among candidates with equal work, those in the replica that has been assigned the fewest
-    elements are preferred, because a replica sends its results to the other replicas. If several candidates remain,
-    owners alternate between nodes."""
+    """Choose an owner, the rank that orthogonalizes the matrix, for each matrix that a set of ranks shares. Matrices
+    with a single candidate are assigned first, the others in order of decreasing cost. Each matrix goes to the
+    candidate with the least work so far. Among candidates with equal work, those in the replica that has been assigned
+    the fewest elements are preferred, because a replica sends its results to the other replicas. If several candidates
+    remain, owners alternate between nodes."""
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
     place = {rank: at for at, rank in enumerate(ranks)}
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    # `work` has the number of floating point operations assigned to each rank so far, and `moved` has the number of
-    # matrix elements assigned to each replica so far.
+    # `work` counts the floating point operations assigned to each rank so far, and `moved` counts the matrix elements
+    # assigned to each replica so far.
     work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
     found = dict[_Key, int]()
     for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
@@ -159,8 +155,8 @@ def _hand_on(
     """Reassign matrices of overloaded ranks to other ranks of the same node, by changing `owners` in place. Only
     matrices that are stored by a single rank are reassigned. This helps with models in which all ranks store experts,
     but only a few ranks also store a dense matrix."""
-    # `loads` has the number of floating point operations assigned to each rank. `alone` lists, for each rank, a pair
-    # (cost, key) for each matrix that can be reassigned from this rank to another rank.
+    # `loads` counts the floating point operations assigned to each rank. `alone` lists, for each rank, a pair
+    # (cost, key) for each matrix that can be reassigned from this rank to another.
     loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, _Key]]](list)
     for item in drafts:
         owner = owners[item.key]
@@ -183,7 +179,7 @@ def _hand_on(
 
 
 def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
-    """True if it can save time to orthogonalize a matrix on a rank that does not store the matrix. The matrix must be
+    """True if orthogonalizing a matrix on a rank that does not store the matrix can save time. The matrix must be
     stored by a single rank, have no state tensor with values per matrix, and take longer to orthogonalize at the
     machine's peak rate than to send to another rank and back."""
     way = 2 * spec.itemsizes[item.matrix] * item.numel
@@ -194,9 +190,9 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[_Key, Item]:
     """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all of its matrices itself.
     Owners are chosen in the first replica. In every other replica, the rank that stores the same piece as the chosen
-    rank becomes an owner. Return a dict from each item's key to the item. Layouts can divide the ranks into replicas in
-    different ways. In this case, the dict only has the matrices with one of these divisions, the one whose matrices
-    cause the most work."""
+    rank becomes an owner. Return a dict from each item's key to the item. If the layouts of the matrices divide the
+    ranks into replicas in different ways, the dict contains only the matrices with the division that accounts for the
+    most work."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost
@@ -338,8 +334,8 @@ def _gathered(spec: Spec, item: Item) -> bool:
 
 
 def _lines(items: Iterable[Item]) -> list[_Share]:
-    """Group matrices by their owner (the rank that orthogonalizes them). Return one list per owner, in which the
-    matrices are in order of decreasing cost."""
+    """Group matrices by their owner (the rank that orthogonalizes them). Return one list per owner, each
+    sorted by decreasing cost."""
     lines: dict[Ranks, _Share] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.rows, item.cols, item.key)):
         lines.setdefault(item.owners, []).append(item)
@@ -450,13 +446,13 @@ class _Spread(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """Properties of a matrix on which the time to exchange and orthogonalize it depends.
+    """Properties of a matrix that determine the time to exchange and orthogonalize the matrix.
 
     Attributes:
         owner, replica: Rank that orthogonalizes the matrix (the first of these ranks if each replica has one), and the
             index of this rank's replica.
         numel: Number of elements.
-        batch, ns: Number of equal matrices in a full batch, and nanoseconds per batch. A partly filled batch takes as
+        batch, ns: Number of matrices in a full batch, and nanoseconds per batch. A partly filled batch takes as
             long as a full one.
         spread: Counts of the ranks that store the matrix, in total and per node.
     """
@@ -506,9 +502,9 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory use of a bucket of matrices, whose elements are sent as `itemsize` bytes each."""
-    # The counter `passed_on` has the number of relayed elements of each replica. All other counters have one value per
-    # owner: the nanoseconds of computation (`computed`), the number of received elements (`came`), and the number of
-    # elements that the owner already stores (`kept`).
+    # Three counters have one value per owner: nanoseconds of computation (`computed`), number of received elements
+    # (`came`), and number of elements that the owner already stores (`kept`). `passed_on` has one value per replica:
+    # the number of relayed elements.
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns

@@ -2,11 +2,11 @@
 and wires, where a wire is the send or receive buffer of an exchange. All functions are pure.
 
 [Note: places]
-    Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns are
-    in batches, where they are orthogonalized, and are never sent. All other tiles are on a wire, ordered by the rank at
-    the other end, then by matrix, then by their order in storage. The scatter delivers the result for a tile to the
-    same place on the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all
-    matrices, and its wires are empty.
+    Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns
+    (orthogonalizes) are in batches and are never sent. All other tiles are on a wire, ordered by the rank at the other
+    end, then by matrix, then by their order in storage. The scatter delivers the result for a tile to the same place on
+    the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all matrices, and its
+    wires are empty.
 
 [Note: results in two stages]
     For each piece of a matrix, the owner communicates with a single rank that stores the piece, if possible a rank of
@@ -35,8 +35,8 @@ _ALIGNMENT = 64
 
 
 def aligned(numel: int, itemsize: int) -> int:
-    """Round a number of elements, of `itemsize` bytes each, up so that their total size is a multiple of `_ALIGNMENT`
-    bytes."""
+    """Round up a number of elements so that their total size, at `itemsize` bytes per element, is a multiple of
+    `_ALIGNMENT` bytes."""
     per_line = _ALIGNMENT // itemsize
     return -(-numel // per_line) * per_line
 
@@ -59,8 +59,8 @@ class Copy(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A tile and its place in a buffer. The tile is a part that this rank stores of a parameter, or of a state tensor
-    with values per matrix (such as NorMuon's second moments).
+    """A tile stored on this rank, and its place in a buffer. The tile is part of a parameter, or of a state tensor with
+    values per matrix (such as NorMuon's second moments).
 
     Attributes:
         param: Index of the parameter.
@@ -124,8 +124,7 @@ class Program:
         bucket, rank: The bucket, and the rank that executes the program.
         batches, batch_numel: Batches of the matrices that this rank owns (orthogonalizes), and the size of their buffer
             in elements.
-        own: Tiles (parts) that this rank stores of the matrices that it owns, with their places in the buffer of
-            batches.
+        own: Stored tiles (parts) of the matrices that this rank owns, with their places in the buffer of batches.
         gather, scatter, relay: The three exchanges of the bucket; `relay` is None if no matrix of the bucket needs a
             relay.
     """
@@ -215,8 +214,8 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, Load]]:
     """Yield all parts of an orthogonalized matrix that a rank sends or receives, as (phase, sender, receiver, part). A
-    part is a `Load` without a place. Parts that an owner stores itself have the owner as sender and receiver. Some of
-    the yielded parts can have other ranks as sender and receiver; the caller skips these."""
+    part is a `Load` without a place. Parts that an owner stores itself have the owner as sender and receiver. Parts
+    exchanged only between other ranks can also be yielded; the caller skips them."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles

@@ -1,8 +1,8 @@
 """The order in which an optimizer step runs its operations (`step.bucket` follows this order), and a simulation of
 these operations with given times.
 
-The functions are pure and independent of hardware. Times can be in any unit. With integer times and an `overlap` of
-0.5, the arithmetic is exact, so all ranks get the same results.
+The functions are pure and independent of hardware. All times are in one unit of the caller's choice. With integer times
+and an `overlap` of 0.5, the arithmetic is exact, so all ranks get the same results.
 
 [Note: two clocks]
     A rank computes one operation at a time, and its links carry one exchange at a time. An exchange starts when all of
@@ -61,7 +61,7 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
 
 
 class BucketTimes(NamedTuple):
-    """Times of one bucket on one rank, in seconds.
+    """Times of one bucket on one rank, all in the same unit.
 
     Attributes:
         key: Key of the bucket's exchanges, equal on all ranks that exchange the bucket; None if nothing is exchanged.
@@ -116,9 +116,9 @@ class Course:
     """Timeline of one rank's step, up to the current time of the simulation.
 
     Attributes:
-        end: Current time, in seconds since the step began.
+        end: Current time, counted from the beginning of the step.
         events: Events up to the current time. At the end of the simulation, they are sorted by start time.
-        waited: Seconds that the rank spent idle, waiting for exchanges.
+        waited: Time that the rank spent idle, waiting for exchanges.
         links: Time at which the rank's links become free.
     """
 
@@ -156,8 +156,8 @@ class Course:
 
         Args:
             ranks: For each rank, the times of its buckets, in the plan's order.
-            first: Seconds that every rank spends on host work and on votes before its first bucket.
-            last: Seconds that each rank spends on AdamW after its last bucket.
+            first: Time that every rank spends on host work and on votes before its first bucket.
+            last: Time that each rank spends on AdamW after its last bucket.
             overlap: Fraction of an exchange that can overlap with computation, from 0 to 1.
 
         Returns:

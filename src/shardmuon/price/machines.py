@@ -60,8 +60,8 @@ class Machine(NamedTuple):
         return min(found, key=lambda one: (one.half, one.network, one.name), default=MACHINES["cpu-gloo"])
 
 
-# Largest length of a matrix's short side to which each fraction in `Machine.shares` applies. The last fraction also
-# applies to longer sides.
+# For each fraction in `Machine.shares`, the longest short side of a matrix to which the fraction applies. The last
+# fraction also applies to longer sides.
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 # Dict from the name of a machine to all attributes of `Machine` after `shares`. The numbers are derived from the middle
