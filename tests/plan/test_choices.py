@@ -26,8 +26,8 @@ from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
-# Each row gives the upper limit and the current value of the estimated optimizer step time on H100s, excluding AdamW,
-# in percent of the time of a training step with 4 M tokens.
+# Each row gives an upper limit and the current value of a job's estimated optimizer step time on H100s. The times
+# exclude AdamW and are percentages of the time of a training step on 4 M tokens.
 TABLE = {
     ("llama3-8b", "shard=8"): (0.19, 0.182),
     ("llama3-8b", "shard=64"): (0.30, 0.274),
@@ -54,8 +54,7 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6)
     promised, stated = TABLE[model, mesh]
     percent = 100 * report.overhead[1]
-    # An estimate below the value stated in TABLE also fails the test, because it would mean that the cost model has
-    # become less strict.
+    # An estimate below the value in TABLE also fails the test, because the cost model may have become too optimistic.
     assert f"{percent:.3g}" == f"{stated:.3g}"
     assert percent <= promised
     assert max(c.peak for c in report.exact.classes) <= PEAKS.get((model, mesh), 1.9) * 2**30
