@@ -305,8 +305,8 @@ def plant(
         for number in (1, 3) if again and at % 4 == 1 else (1,):
             error = kinds[(at + number - 1) % len(kinds)]
             if place.name == "is_aligned" and isinstance(error, ValueError):
-                # The caller of `is_aligned` replaces a ValueError with an error of its own, so an exception of another
-                # type is raised in `is_aligned`.
+                # The caller of `is_aligned` replaces a ValueError with its own error, so `is_aligned` raises an
+                # exception of another type.
                 error = kinds[(at + number) % len(kinds)]
             victim = (at + at // len(kinds)) % dist.get_world_size()
             before(at)

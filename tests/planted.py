@@ -559,8 +559,8 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    # The rank on which reading fails still sends as many elements as the other ranks expect, so that the other ranks do
-    # not wait forever.
+    # A rank on which the audit cannot read tensors still sends as many elements as the other ranks expect, so that they
+    # do not wait forever.
     "reading fails on one rank": Fault(
         replaced("_elements", _failing_after_the_step, live.StepAudit, rank=1),
         {"audit_failed", "not_finite"},

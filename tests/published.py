@@ -34,7 +34,7 @@ QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True,
 
 
 def rounded(text: str) -> Interval:
-    """Return the interval of the numbers that round to the number in `text`, such as "1.2B"."""
+    """Return the interval of numbers that are rounded to `text`, such as "1.2B"."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     # The published figures 400M and 800M are rounded to hundreds of millions.
     half = 50.0 if text[-1] == "M" else half

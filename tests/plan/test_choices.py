@@ -168,9 +168,9 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """The planner's own time estimate covers only communicated matrices, without the ranks' vote before the step and
-    without the constant costs of a step. For a plan in which all matrices are communicated, this estimate must be close
-    to the interval that `Price` reports."""
+    """The planner's own time estimate covers only communicated matrices and excludes the ranks' vote before the step
+    and the constant costs of a step. For a plan in which all matrices are communicated, this estimate must be close to
+    the interval that `Price` reports."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)
