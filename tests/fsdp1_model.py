@@ -99,9 +99,9 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
     return [name for name, t in expected.items() if not torch.equal(found[name], t)]
 
 
-# With offload_to_cpu=True (the default), FSDP1 in torch 2.13 does not copy gathered tensors on CPUs. The gathered
-# tensors of all state keys then share memory and end up with the values of the last key. This happens with any
-# optimizer, so COPIED disables offloading.
+# With offload_to_cpu=True (the default), FSDP1 in torch 2.13 returns full state dicts on CPUs without copying the
+# gathered tensors. Tensors of different state keys then share memory and all end up with the values of the last key.
+# This happens with any optimizer, so COPIED disables offloading.
 COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 

@@ -1,5 +1,5 @@
-"""Functions that find every function of the package that runs before a collective, and raise an exception in one of
-them at a time.
+"""Helpers that list the package's functions that run before a collective, and that raise an exception in one of these
+functions at a time.
 
 The exceptions are raised by a trace function, which Python calls at every function call, including calls of lambdas,
 properties and generators. An exception in the trace function appears to come from the called function, before its first
@@ -104,8 +104,8 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the line numbers of all comprehensions outside `with` blocks in those functions of a file that TRANSPORT
-    lists. Such comprehensions process the messages of other ranks, so the tests raise no exception in them."""
+    """Return the line numbers of all comprehensions in a file's TRANSPORT functions, except in `with` blocks. These
+    comprehensions process messages from other ranks, so the tests raise no exception in them."""
     found: set[int] = set()
 
     def walk(node: ast.AST) -> None:
@@ -125,8 +125,8 @@ def _sorting(file: str) -> frozenset[int]:
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
     """Return the package's functions that `call()` enters after the function `begin` and before a collective.
 
-    Without `last`, this collective is the first one. With `last`, it is the last one before the function `last` is
-    entered. With last="<end>", all functions up to the end of the call are returned.
+    This collective is the first one or, if `last` is given, the last one before the function `last` is entered. With
+    last="<end>", all functions up to the end of the call are returned.
     """
     # Each entry of `found` is a function and the number of collectives that ran before the function was entered.
     found: list[tuple[Place, int]] = []
@@ -189,8 +189,8 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
 
 # ------------------------------------------------------------------------------------------------- all ranks
 
-# TIMEOUT is the time-out of the process group. PROMPT is the longest time that a call with a planted exception may
-# take. Both are in seconds.
+# TIMEOUT is the timeout of the process group. PROMPT is the longest time that a call with a planted exception may take.
+# Both are in seconds.
 TIMEOUT, PROMPT = 20.0, 12.0
 MARK = "planted here"
 KINDS: tuple[BaseException, ...] = (
@@ -254,9 +254,9 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """Gather from every rank whether its call raised an error and whether the function in which to raise the exception
-    ran. Each rank's part of the gathered tensor starts with a number that never starts a message of the package, so
-    that a rank that is in a different collective is detected."""
+    """Gather two flags from every rank: whether its call raised an error, and whether it ran the function in which the
+    exception was to be raised. Before its flags, each rank sends a fixed number, so that a rank in a different
+    collective is detected."""
     number = 0x5EED0F7E57
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -305,8 +305,8 @@ def plant(
         for number in (1, 3) if again and at % 4 == 1 else (1,):
             error = kinds[(at + number - 1) % len(kinds)]
             if place.name == "is_aligned" and isinstance(error, ValueError):
-                # The caller of `is_aligned` replaces a ValueError with an error of its own, so an exception of another
-                # type is raised in `is_aligned`.
+                # The caller of `is_aligned` replaces a ValueError with its own error, so `is_aligned` raises an
+                # exception of another type.
                 error = kinds[(at + number) % len(kinds)]
             victim = (at + at // len(kinds)) % dist.get_world_size()
             before(at)

@@ -183,7 +183,7 @@ class Job:
 
 
 def whole(groups: Sequence[dict[str, Any]], **options: Any) -> Job:
-    """Return a job with full tensors for a single process, with the same parameter groups."""
+    """Return a job that trains the given parameter groups in a single process, with full tensors."""
     places = ("process_group", "tp_group")
     return Job(
         [

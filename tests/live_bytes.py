@@ -2,7 +2,7 @@
 
 [Note: tensors that gloo still holds]
     gloo's thread reports the end of a collective before it frees its tensors, so on a busy machine the next step may
-    count these tensors. Even on two idle cores, gloo still held tensors after one in seven of 300 waits. The
+    count these tensors. Even on a machine with two idle cores, gloo still held tensors after one in seven waits. The
     measurement therefore passes uncounted copies to gloo and runs every exchange synchronously, so that the count does
     not depend on timing.
 """
@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts the bytes of all storages created while it is active. `now` is the current total, and `peak`
-    is the maximum total so far."""
+    """A dispatch mode that counts the bytes of all storages created while it is active. `now` is the current total, and
+    `peak` is the maximum total so far."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -158,7 +158,7 @@ def optimizer_config(**options: Any) -> Any:
 
 
 def half(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options for training in `dtype`, whose names are the same in the model config and in the optimizer
+    """Return the options for training in `dtype`. They have the same names in the model config and in the optimizer
     config."""
     name = {torch.float32: "", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return {name: True, "params_dtype": dtype} if name else {}
@@ -197,8 +197,8 @@ def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
 
 
 class Cut:
-    """Sharding of a parameter over its tensor-parallel group, as read from the attributes that Megatron's layers set,
-    and the group over which the parameter is replicated."""
+    """The tensor-parallel sharding of a parameter, read from the attributes that Megatron's layers set. `replicas` is
+    the process group over which the parameter is replicated."""
 
     def __init__(self, param: Any) -> None:
         from megatron.core import parallel_state as state
@@ -240,7 +240,7 @@ def drawn(shape: Sequence[int], seed: int) -> Tensor:
 
 
 class Job:
-    """Model chunks and an optimizer trained with Megatron, and a dense copy of the parameters in this process.
+    """Megatron model chunks and their optimizer, with a dense copy of the parameters in this process.
 
     Args:
         models: Model chunks in Megatron's wrapper. Default: one chunk made with `options`.

@@ -49,7 +49,7 @@ TABLE = "table"  # the name of the model's AdamW parameter
 
 
 def shapes_of(rows: int | None) -> Shapes:
-    """Return SHAPES. If `rows` is given, return similar shapes whose four equal matrices have this number of rows."""
+    """Return SHAPES or, if `rows` is given, similar shapes whose four equal matrices have `rows` rows."""
     if rows is None:
         return SHAPES
     return dict.fromkeys("abcd", (rows, 24)) | {"square": (32, 32), "wide": (12, 40)}
@@ -345,8 +345,7 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
     before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in job.params.values()}
 
     def products(name: str, tiles: Any, numbers: Any) -> None:
-        # The fault is planted in a single process, where each tile in `tiles` is a full matrix, so it can be cut in
-        # halves.
+        # This fault is planted only in single-process jobs, where each tile in `tiles` is a full matrix.
         for weight in tiles:
             for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
                 half.mul_((norm / half.double().norm()).float())
@@ -355,7 +354,7 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _wrong_rule(self: HyperballWeight, norm: Tensor, kept: Tensor) -> Tensor:
-    """Make Hyperball undo only half of the change of a weight's norm."""
+    """Make Hyperball undo only half of the change in a weight's norm."""
     target = kept[:, 0].double().lerp(norm, 0.5)
     kept[:, 0] = target.float()
     return target / norm
@@ -429,8 +428,8 @@ FAULTS = {
     "scale of the shard": Fault(
         replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
-        # The learning-rate scale depends on the larger dim of a matrix. In a row shard, this dim is smaller only for
-        # the matrices "a" to "d", so the scale that the fault computes for "square" and "wide" is still correct.
+        # The fault computes the learning-rate scale from the shape of a row shard instead of the full matrix. The scale
+        # depends on the larger dim, which row sharding reduces only for the matrices "a" to "d".
         FOUR,
         says=" shard, not ",
     ),
@@ -560,8 +559,8 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    # The rank on which reading fails still sends as many elements as the other ranks expect, so that the other ranks do
-    # not wait forever.
+    # A rank on which the audit cannot read tensors still sends as many elements as the other ranks expect, so that they
+    # do not wait forever.
     "reading fails on one rank": Fault(
         replaced("_elements", _failing_after_the_step, live.StepAudit, rank=1),
         {"audit_failed", "not_finite"},
@@ -645,8 +644,8 @@ def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditRep
     """Audit a step with a planted fault.
 
     With `first`, the fault is planted in the first step. Otherwise, it is planted in the third step, after two correct
-    steps. An audit of the second step must then report nothing. This second step is bitwise the same for all faults
-    with the same model and options, so it is audited only once per combination of model and options.
+    steps. The second step is audited as well, and this audit must report nothing. Faults with the same model and
+    options have the same second step, so it is audited only for the first of them.
     """
     fault = FAULTS[name]
     options = options | fault.options

@@ -35,7 +35,7 @@ while asked := sys.stdin.readline():
         exec(compile(sys.argv[0], "script", "exec"), {"__name__": "__main__"})
         break
 """
-# The process that forks ranks, in a list that is empty until the process is started.
+# A list with the process that forks ranks. The list is empty until the process is started.
 _parent: list[subprocess.Popen[str]] = []
 
 

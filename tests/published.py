@@ -22,8 +22,8 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def decoder(*sizes: int, **others: Any) -> dict[str, Any]:
-    """Return a config of a decoder-only transformer. The positional arguments are the sizes that `_SIZES` names,
-    followed by `intermediate_size`."""
+    """Return a config of a decoder-only transformer. The positional arguments are the sizes named in `_SIZES`, followed
+    by `intermediate_size`."""
     return {**dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True)), **others}
 
 
@@ -34,7 +34,7 @@ QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True,
 
 
 def rounded(text: str) -> Interval:
-    """Return the interval of the numbers that round to the number in `text`, such as "1.2B"."""
+    """Return the interval of numbers that are rounded to `text`, such as "1.2B"."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     # The published figures 400M and 800M are rounded to hundreds of millions.
     half = 50.0 if text[-1] == "M" else half
@@ -42,8 +42,8 @@ def rounded(text: str) -> Interval:
 
 
 def _standard(exact: Exact) -> float:
-    """Return the FLOPs of one plain Newton-Schulz orthogonalization per matrix, which is how published figures count
-    them."""
+    """Return the FLOPs of orthogonalizing each matrix once with standard Newton-Schulz, as counted in the published
+    figures."""
     found = ((c.count, m) for c in exact.classes for bucket in c.buckets for m in bucket.matrices)
     return sum(count * m.num * flops("standard", m.rows, m.cols, KELLER, torch.bfloat16, _GPU) for count, m in found)
 

@@ -1,6 +1,6 @@
 """Expected values for each coefficient schedule and number of steps.
 
-When run as a script with the name of a new schedule, this file prints the row for its table and two rows for
+When run as a script with the name of a new schedule, this file prints a row for CASES and two rows for
 docs/orthogonalization.md.
 """
 
@@ -23,10 +23,10 @@ class ScheduleCase(NamedTuple):
             before the steps.
         slope: Slope of the iteration at zero, which is the product of the linear coefficients of all steps.
         errors: Relative Frobenius error against the polar factor in exact arithmetic, rounded up, for each of
-            `spectra.SPECTRA`. For Gaussian, log-spaced and power-law spectra, the errors follow from the schedule. Only
-            the error of the square Gaussian matrix depends on the seed. Tests add the rounding bounds of the dtypes.
-        restarts: Restarts of the Gram form in fp16, as a number or as the indices of steps, and the number of restarts
-            in fp32.
+            `spectra.SPECTRA`. Only the error of the square Gaussian matrix depends noticeably on the seed. Tests add
+            the rounding bounds of the dtypes.
+        restarts: Two entries: the restarts of the Gram form in fp16 (their number, or the indices of their steps), and
+            the number of restarts in fp32.
     """
 
     band: tuple[float, float]

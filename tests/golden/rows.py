@@ -100,7 +100,7 @@ def table_of(only: str) -> dict[str, Digests]:
 
 
 def main() -> None:
-    # Import this module by its full name rather than as __main__, because the ranks import it by its full name.
+    # The ranks import this module as golden.rows, so `main` uses this name as well, not __main__.
     from golden import rows
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -1,8 +1,8 @@
 """The table of golden rows: combinations of layout, options, dtype and missing gradients, chosen with a fixed seed so
 that each option is combined with many layouts.
 
-The layouts come from the source tree under test (`shardmuon.testing`), so two trees can only be compared if they build
-the layouts in the same way.
+The layouts come from the source tree under test (`shardmuon.testing`), so two source trees can be compared only if they
+build the layouts in the same way.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtype of the weights, and the dtype of matmuls (None for the method's default)."""
+    """The dtype of the weights, and the dtype of matmuls (None for the orthogonalization method's default)."""
 
     weights: torch.dtype
     products: torch.dtype | None
@@ -128,7 +128,7 @@ OPTIONS: dict[str, Options] = {
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
     **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
-# MISSING names patterns of missing gradients. Each pattern maps step numbers to the slice of parameters that have no
+# MISSING names patterns of missing gradients. Each pattern maps a step number to the slice of parameters that have no
 # gradient in that step. In all other steps, every parameter has a gradient.
 MISSING: dict[str, Mapping[int, slice]] = {
     "all gradients": {},

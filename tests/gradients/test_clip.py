@@ -121,8 +121,8 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     factor = 0.5 / (found + 1e-6)
     wide = torch.promote_types(dtype, torch.float32)
     for a, b, grad in zip(ours, theirs, before, strict=True):
-        # shardmuon rounds four times: norm + 1e-6, the quotient, the product, and the cast to the gradient's dtype.
-        # torch rounds only the cast.
+        # shardmuon's clipping rounds four times: the sum norm + 1e-6, the quotient, the product, and the cast to the
+        # gradient's dtype. torch's fp64 result is rounded only by the cast.
         assert_rounded(a.grad, b.grad.to(dtype), roundings=6, dtype=torch.float32 if dtype == torch.float64 else dtype)
         assert torch.equal(a.grad, (grad.to(wide) * factor.to(wide)).to(dtype))
 
@@ -402,8 +402,8 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# CHANGES lists the ways in which some ranks change the arguments of clip_grad_norm_ or the gradients of these
-# arguments. After the changes "nothing" and "other tensors", the call must still succeed.
+# CHANGES lists what some ranks change before they call clip_grad_norm_: an argument or a gradient. After the changes
+# "nothing" and "other tensors", the call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 

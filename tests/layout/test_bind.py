@@ -155,7 +155,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("known", "message"),  # `known` lists the pair (tp_group, process_group) of each of the ranks 0, 1, ..
+    ("known", "message"),  # `known` lists tp_group and process_group of each rank, starting with rank 0.
     [
         ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
         ([(AB, A_C), (AB, B_D), (CD, A_C), ((3,), (3,))], r"rank 3 has tp_group \(3,\) and process_group \(3,\)"),

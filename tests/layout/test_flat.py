@@ -76,8 +76,8 @@ def test_tensor_parallel_shards_whose_ranges_cannot_be_told_are_refused(
 
 
 def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
-    """DeepSpeed's flat buffers are on the CPU with offloading, but the model's parameters are on the accelerator. The
-    "meta" device stands in for the accelerator. Orthogonalization methods must be chosen for the accelerator."""
+    """With offloading, DeepSpeed's flat buffers are on the CPU, but the model's parameters are on the accelerator (here
+    replaced with the "meta" device). Orthogonalization methods must be chosen for the accelerator."""
     model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
     shard = _make_shard(flat, _Slice(model, 5, 12, 8), None)
     on_one = _make_shard(flat, _Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)

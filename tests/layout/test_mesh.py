@@ -21,9 +21,8 @@ from shardmuon.layout.views import Ints
 
 
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
-    """Split `indices` into `before` equal shards, chunk each shard into `num_parts` parts, and return the indices in
-    the part with number `part` of every shard. A shard has no such part if `torch.chunk` returns fewer parts than
-    requested."""
+    """Chunk `indices` into `before` shards and each shard into `num_parts` parts. Return the indices in part number
+    `part` of every shard. A shard has no such part if `torch.chunk` returns fewer parts than requested."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
 
@@ -31,9 +30,9 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 @given(st.data())
 @settings(max_examples=300)
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
-    """One to four axes shard a dim in any order, as when `fully_shard` shards tensor-parallel shards. The split factor
-    of an axis is the number of shards into which the dim was already split by axes that come later in the mesh, or by
-    an axis whose shards have been gathered since. The split factors must determine the order of the axes."""
+    """The split factors of one to four mesh axes must determine the order in which these axes shard a dim. The split
+    factor of an axis is the number of shards into which later axes of the mesh had already split the dim, as when
+    `fully_shard` shards tensor-parallel shards. Shards that have since been gathered count as well."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     # `order` lists the mesh axes in the order in which they shard the dim.
     order = data.draw(st.permutations(range(len(mesh))))

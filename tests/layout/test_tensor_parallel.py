@@ -228,7 +228,7 @@ FLAT = {
     "leave a gap at ([12, 24))": [(0, 0), (0, 12), (12, 0), (12, 0)],
 }
 Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
-# Each case gives a function that takes the rank, and the expected error texts. The function returns the parameters,
+# Each case gives a function and the expected error texts. For a given rank, the function returns the parameters,
 # further options of their parameter group, and the optimizer's process groups.
 REFUSED: dict[str, tuple[Refusal, list[str]]] = {
     "other dims": (

@@ -275,8 +275,8 @@ def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
 
 
 def _unnamed() -> str:
-    """Check that every rank raises an error if rank 1 lists a replicated parameter at a different position from rank 0,
-    and return the error message. Otherwise, the two replicas would be rounded with different random bits."""
+    """Check that every rank raises an error if rank 1 lists a replicated parameter at a different position than rank 0,
+    and return the error message. Without the error, the replicas would be rounded with different random bits."""
     shared = LAYOUTS["replicate"].build({"w": torch.ones(6, 8, dtype=BF16)}, (dist.get_world_size(),))["w"]
     own = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     groups = [{"params": [own], "process_group": (), "tp_group": ()}, {"params": [nn.Parameter(shared)]}]
@@ -290,8 +290,8 @@ def _unnamed() -> str:
 
 def _other_count() -> str:
     """Check that every rank raises an error if rank 1 has lost its optimizer state after two steps, and return the
-    error message. Otherwise, rank 1 would round its replica with the random bits of step 1, while the other ranks would
-    use those of step 3."""
+    error message. Without the error, rank 1 would round its replica with the random bits of step 1, and the other ranks
+    with those of step 3."""
     whole = {"w": torch.ones(6, 8, dtype=BF16)}
     w, grad = (LAYOUTS["replicate"].build(whole, (dist.get_world_size(),))["w"] for _ in range(2))
     w = nn.Parameter(w)

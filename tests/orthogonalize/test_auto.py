@@ -235,7 +235,7 @@ def test_a_compiled_step_is_not_traced() -> None:
 
 # --------------------------------------------------------------------------------------------- bits, and the wire
 
-WIRES = [  # Each row gives the method, the dtype of matmuls and the wire dtype, the dtype in which ranks exchange data.
+WIRES = [  # Each row gives the method, the matmul dtype, and the dtype in which ranks exchange data.
     ("standard", FP32, FP32),
     ("standard", BF16, BF16),
     ("standard", FP16, BF16),

@@ -1,5 +1,5 @@
-"""Tests of the orthogonalizers: their results must match those of torch, and the singular values must be those computed
-with the schedule's polynomial."""
+"""Tests of the orthogonalizers: their results must match those of torch, and the singular values must follow the
+schedule's polynomials."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
-# Each row gives the upper limit and the current value of the estimated optimizer step time on H100s, excluding AdamW,
-# in percent of the time of a training step with 4 M tokens.
+# Each row gives an upper limit and the current value of a job's estimated optimizer step time on H100s. The times
+# exclude AdamW and are percentages of the time of a training step on 4 M tokens.
 TABLE = {
     ("llama3-8b", "shard=8"): (0.19, 0.182),
     ("llama3-8b", "shard=64"): (0.30, 0.274),
@@ -54,8 +54,7 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6)
     promised, stated = TABLE[model, mesh]
     percent = 100 * report.overhead[1]
-    # An estimate below the value stated in TABLE also fails the test, because it would mean that the cost model has
-    # become less strict.
+    # An estimate below the value in TABLE also fails the test, because the cost model may have become too optimistic.
     assert f"{percent:.3g}" == f"{stated:.3g}"
     assert percent <= promised
     assert max(c.peak for c in report.exact.classes) <= PEAKS.get((model, mesh), 1.9) * 2**30
@@ -169,9 +168,9 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """The planner's own time estimate covers only communicated matrices, without the ranks' vote before the step and
-    without the constant costs of a step. For a plan in which all matrices are communicated, this estimate must be close
-    to the interval that `Price` reports."""
+    """The planner's own time estimate covers only communicated matrices and excludes the ranks' vote before the step
+    and the constant costs of a step. For a plan in which all matrices are communicated, this estimate must be close to
+    the interval that `Price` reports."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)

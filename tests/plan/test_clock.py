@@ -49,7 +49,7 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
         slow, fast = (Course.simulate([works], 0.0, [0.0], share)[0] for share in (0.0, 1.0))
         computed = sum(w.pack + w.orthogonalize + w.apply for w in works)
         carried = sum(w.gather + w.scatter for w in works)
-        rounding = 2.0**-40  # `rounding` covers the rounding errors of sums of a few dozen numbers below 1.
+        rounding = 2.0**-40  # `rounding` bounds the error of adding a few dozen numbers below 1.
         assert max(computed, carried) - rounding <= fast.end <= slow.end + rounding
         assert slow.end <= computed + carried + rounding
         assert abs(slow.waited - carried) <= rounding

@@ -31,7 +31,7 @@ EXPERTS = [spec("experts", sharded(matrix_view((64, 32, 48), view="stack"), [ran
 LOADED = {
     **{f"{ranks} ranks": (transformer(ranks, 12, 384), 1.05) for ranks in (2, 3, 4, 6, 8, 12)},
     # Each of 16 ranks owns three of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 9.
-    # Assigning matrices in descending order of cost gives one rank 10.
+    # Assigning matrices in descending order of cost gives one rank a cost of 10.
     "16 ranks": (transformer(16, 12, 384), 10 / 9),
     # Each of 24 ranks owns two of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 6. Even
     # in the best assignment, the most loaded rank has a cost of 4 + 3, which is 7 / 6 of the mean.

@@ -1,5 +1,5 @@
-"""Tests of plans and of each rank's program (the copies, exchanges and batches that the plan assigns to the rank):
-which rank does which work, and that no work is done twice."""
+"""Tests that plans, and the programs of the ranks (copies, exchanges and batches), assign each piece of work to the
+right rank and only once."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """Post-processing stages (such as NorMuon) keep state for 8 matrices on 2 x 2 ranks. Nevertheless, the relay, in
-    which a rank sends results to the other replica, must send all of these results as one block and receive them as one
-    block. The gather, and the scatter if no stage keeps state, must stay within a replica."""
+    """In the relay, a rank must send all its results to the other replica as one block, even if post-processing stages
+    (such as NorMuon) keep state for the matrices. The gather must stay within a replica, and so must the scatter if no
+    stage keeps state."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())

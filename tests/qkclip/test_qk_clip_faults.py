@@ -63,8 +63,8 @@ class Job(jobs.Job):
     takes one step, so that momentum exists.
 
     Args:
-        kind: A key of FAMILIES, which defines the ranks that store each weight, or "plain" or "fsdp2" for a single
-            layer on all ranks.
+        kind: A key of FAMILIES, which lists the ranks that store each weight. With "plain" or "fsdp2", all ranks store
+            a single layer instead.
     """
 
     def __init__(self, kind: str) -> None:
@@ -103,8 +103,8 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 
 
 def _scaled(name: str) -> list[str]:
-    """Clip twice. Return the names of the weights that differ from the expected ones, which are scaled according to the
-    maximum logits over all ranks connected by the sets that store the layer's weights."""
+    """Clip twice. Return the names of the weights with wrong values. Each layer must be scaled based on the maximum
+    logits over all ranks that share its weights, directly or through other ranks."""
     job = Job(name)
     wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
     for seed in range(2):

@@ -59,8 +59,8 @@ def _model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def _maxima(rank: int) -> dict[str, Tensor]:
-    """Return the largest logit of each head over one rank's batches. About half of the heads exceed 100, and no single
-    rank has the largest logit of every head."""
+    """Return the largest logit of each head over one rank's batches. About half of these logits exceed 100, and no
+    single rank has the maximum of every head."""
     return {x.name: 100 + 60 * normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
 
 

@@ -1,5 +1,4 @@
-"""Tests for which forward passes QK-clip takes into account in an optimizer step, and for errors raised between and
-during steps."""
+"""Tests of which forward passes affect QK-clip in an optimizer step, and of errors raised between and during steps."""
 
 from __future__ import annotations
 

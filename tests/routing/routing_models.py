@@ -118,7 +118,7 @@ def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linea
 
 
 def tensor_parallel(num_rows: int) -> nn.Module:
-    """Return a tensor-parallel layer with `num_rows` rows over all ranks, 8 of which are on this rank."""
+    """Return a tensor-parallel layer with `num_rows` rows in total, 8 of them on this rank."""
     module = typed("ColumnParallelLinear", weight=table(8, 4), output_size=num_rows, output_size_per_partition=8)
     return but(module, weight=but(module.weight, tensor_model_parallel=True))
 

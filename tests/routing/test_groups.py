@@ -204,7 +204,7 @@ HEADS: dict[str, Case] = {
 
 def three_dims(num: int, rows: int, cols: int) -> Case:
     """Return a test case with a 3-D parameter in a module of unknown type. The shape alone does not tell whether the
-    parameter is a stack of experts (transposed or not) or a table."""
+    parameter is a stack of experts (transposed or not) or a lookup table."""
     went = rf"weight \({num}x{rows}x{cols}\) .*a stack of matrices, each of \(outputs, inputs\)\. "
     settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
     row: dict[str, object] = {"reason": f"stack of {num} matrices, by its shape alone", **of(*[(rows, cols)] * num)}
@@ -427,7 +427,7 @@ KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (_NORMED, "parametrizations.weight.original0", (), "1 vector (8x1x1x1)"),
     (_NORMED, "parametrizations.weight.original1", ((8, 27),), "convolution, 1 group"),
     (nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), "parametrizations.weight.original", ((4, 4),), "linear"),
-    # A Linear with two inputs is a matrix, not a table of pairs of numbers.
+    # The weight of a Linear with two inputs must go to Muon, although a last dim of 2 may stand for complex numbers.
     (nn.Linear(2, 16), "weight", ((16, 2),), "linear"),
     (nn.Linear(8, 1), "weight", (), "1 vector (1x8)"),
     (nn.Bilinear(4, 6, 5), "weight", ((4, 6),) * 5, "a matrix for each output"),
