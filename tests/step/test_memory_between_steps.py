@@ -1,5 +1,5 @@
-"""Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and the cached
-memory must be freed when the tables say that it is."""
+"""Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and each cache must
+be freed when the tables say so."""
 
 from __future__ import annotations
 
