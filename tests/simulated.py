@@ -37,8 +37,9 @@ _AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
 # The machine PAIRS has two ranks per node, and APART has one. The network between nodes is extremely slow, so each
 # replica orthogonalizes all matrices itself instead of exchanging results with other replicas.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# Each replica orthogonalizes all matrices itself only if this saves several inter-node latencies. The latency of the
-# machine SHARING is so large that the replicas always divide the matrices among themselves.
+# Each replica orthogonalizes all matrices itself only if this saves at least three times the inter-node latency. On the
+# machine SHARING, this latency is so large that nothing saves enough, so the replicas always divide the matrices among
+# themselves.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 

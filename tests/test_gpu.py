@@ -101,7 +101,7 @@ def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
 def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> list[Comparison]:
     """Compare a step on all ranks with a step on the same matrices on this rank alone, with fp32 and with bf16 matmuls.
 
-    Afterwards, one more step runs in a context in which host synchronization is an error. The attribute `about` of each
+    Afterwards, take one more step, in which host synchronization raises an error. The attribute `about` of each
     returned comparison is the text of that error, or "" if the step succeeds.
     """
 

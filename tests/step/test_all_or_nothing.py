@@ -343,7 +343,7 @@ CALLS = {
     "clip": Call(lambda job: clip_grad_norm_(job.optimizer, 0.5, process_group=dist.group.WORLD), notices_all=False),
 }
 OF_ADAMW = (" eps", " betas", " adamw")
-Round = dict[int, str]  # The faults of one call on all ranks: maps each faulty rank to the name of its fault.
+Round = dict[int, str]  # A Round describes one call: it maps each faulty rank to the name of its fault.
 # Found describes a call on one rank: the class and the message of the exception that the call raised, and the names of
 # all wrong values. A value is wrong if a call that raised has changed it, or if it differs after the next step from its
 # value in an identical job that never made the call.

@@ -238,9 +238,9 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         # may change although the call raised an error. After a failed unscaling, gradients must be recomputed anyway,
         # and clipping may redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
-        # Exceptions of the types in STAYS usually keep their type. They are left out when a checkpoint is saved or
-        # loaded, because torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in its own
-        # class.
+        # A step raises exceptions of the types in STAYS unchanged. These exceptions are left out when a checkpoint is
+        # saved or loaded, because torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in
+        # its own class.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]
         planted = known[len(name) % stride :: stride]
         found = plant(calls.call, planted, calls.begin, held, calls.before, kinds=kinds, again=what == "plan")

@@ -62,7 +62,7 @@ MICROS = 3
 def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
     """Take three steps and return the weights. Gradients are summed over micro-batches and averaged over ranks.
 
-    `engine` is "ddp", "fsdp2" or "hsdp", which average the gradients over ranks, or "alone" for a single process.
+    `engine` is "ddp", "fsdp2" or "hsdp" on several ranks, or "alone" for a single process.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     net = _Net()

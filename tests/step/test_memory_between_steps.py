@@ -1,5 +1,5 @@
-"""Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and each cache must
-be freed when the tables say so."""
+"""Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and must say
+correctly when its memory is freed."""
 
 from __future__ import annotations
 

@@ -80,9 +80,9 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """Each matrix must have the same bits in every slot of a batch when matmuls use two threads, and when they use
-    fewer CPU instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to
-    instructions without AVX."""
+    """Each matrix must have the same bits in every slot of a batch, both with two threads and with a restricted set of
+    CPU instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions
+    without AVX."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
     assert num > 1_000 and unequal == 0
 
