@@ -1,8 +1,8 @@
 """Tests that when a rank fails after all ranks have agreed on a step, the other ranks raise an error that says what to
 do.
 
-Each case runs in new processes. The time-out is long, so that a slow machine does not interrupt a step. In cases where
-only the time-out can end the wait for the failed rank, it is shortened after the first step.
+Each case runs in new processes. The time-out is long, so that a slow machine does not interrupt a step. If only the
+time-out can end the wait for the failed rank, the time-out is shortened after the first step.
 """
 
 from __future__ import annotations

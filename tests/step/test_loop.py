@@ -196,8 +196,8 @@ def test_gradients_that_cannot_be_unscaled_on_one_rank_are_refused_on_all(kind: 
 
 
 def test_torchs_question_for_infinities_alone_takes_fp16_gradients() -> None:
-    """`GradScaler` calls `_check_inf_per_device` for optimizers that unscale gradients themselves. This check does not
-    modify gradients, so it must accept fp16 gradients."""
+    """`GradScaler` calls `_check_inf_per_device` for optimizers that unscale gradients themselves. This check must
+    accept fp16 gradients, because it does not modify them."""
     params = [nn.Parameter(torch.zeros(4, 4, dtype=torch.float16)) for _ in range(2)]
     params[0].grad = torch.full((4, 4), 2.0, dtype=torch.float16)
     scaler, optimizer = _scaler(), Muon([("a", params[0]), ("b", params[1])], lr=1e-3)

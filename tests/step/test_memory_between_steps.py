@@ -1,5 +1,5 @@
-"""Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and must say
-correctly when its memory is freed."""
+"""Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and memory must be
+freed at the times that the tables give."""
 
 from __future__ import annotations
 
