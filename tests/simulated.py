@@ -1,5 +1,5 @@
-"""Simulated ranks in one process. The module makes layouts and matrix views, and steps all ranks with slicing in place
-of communication."""
+"""Simulated ranks in one process, which slice full tensors instead of communicating, and helpers that create layouts
+and matrix views for them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ _AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
 # The machine PAIRS has two ranks per node, and APART has one. The network between nodes is extremely slow, so each
 # replica orthogonalizes all matrices itself instead of exchanging results with other replicas.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# Each replica orthogonalizes all matrices itself only if this saves several inter-node latencies. The latency of the
-# machine SHARING is so large that the replicas always divide the matrices among themselves.
+# Each replica orthogonalizes all matrices itself only if this saves at least three times the inter-node latency. On the
+# machine SHARING, this latency is so large that nothing saves enough, so the replicas always divide the matrices among
+# themselves.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
@@ -50,8 +51,8 @@ def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
 
 
 def quick_plans() -> Any:
-    """Return a decorator, also usable as a context manager, in which the planner tries two numbers of buckets. If it
-    tries all of them, planning takes longer than the rest of a small job's first step."""
+    """Return a context manager, also usable as a decorator, that makes the planner try only two numbers of buckets.
+    Trying all of them would take longer than the rest of a small job's first step."""
     return mock.patch.object(planner, "_NUMS", (1, 4))
 
 
@@ -87,7 +88,7 @@ def _part(tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
 
 
 def layout_of(view: MatrixView, pieces: Mapping[int, Sequence[Piece]]) -> ParamLayout:
-    """Return a layout in which each rank stores its pieces one after another along dim 0."""
+    """Return a layout in which each rank stores the given pieces of the parameter, one after another along dim 0."""
     found = []
     for mine in pieces.values():
         at, held = 0, []
@@ -99,8 +100,8 @@ def layout_of(view: MatrixView, pieces: Mapping[int, Sequence[Piece]]) -> ParamL
 
 
 def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, int]]]) -> ParamLayout:
-    """Return a layout in which each rank stores its intervals [start, stop) of a dim, one after another. A rank may
-    have several intervals only along dim 0."""
+    """Return a layout in which each rank stores the given intervals [start, stop) of dim `dim`, one after another. A
+    rank may have several intervals only along dim 0."""
     zeros = (0,) * len(view.shape)
 
     def box(start: int, stop: int) -> Box:
@@ -173,7 +174,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# OPTIONS gives, for each view of VIEWS, the options of a parameter group that result in this matrix view.
+# OPTIONS maps each key of VIEWS to the parameter-group options that result in this matrix view.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},
@@ -205,9 +206,9 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return a `pytest.param` for each row. Every `every`-th row is marked `numeric`, so that it also runs with the
-    other matmul dtype. Running only some rows with both dtypes is enough, because the dtype does not change which rank
-    owns a matrix."""
+    """Return a `pytest.param` for each row of test arguments. Every `every`-th row is marked `numeric`, so that it runs
+    with both bf16 and fp32 matmuls. A subset is enough, because the matmul dtype does not change which rank owns a
+    matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 

@@ -255,8 +255,8 @@ SCALES: dict[Any, Callable[[int, int], float]] = {
 
 
 def recovered(adjust: Any, shape: tuple[int, int], **options: Any) -> Tensor:
-    """Take one step, and return the orthogonalized matrix times its learning-rate scale, in fp64. It is recovered from
-    the weights as (before - after) / lr."""
+    """Take one step, and return the orthogonalized matrix times its learning-rate scale, in fp64, computed from the
+    weights as (before - after) / lr."""
     p = nn.Parameter(normal(*shape).double())
     before = p.detach().clone()
     optimizer = Muon([p], lr=0.5, weight_decay=0.0, adjust_lr_fn=adjust, **options)
@@ -272,9 +272,9 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     plain = recovered("none", shape)
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
-    # `found` and `plain` are each a difference of two weights with elements of up to 4, divided by the lr of 1/2. The
-    # error of each includes the rounding of a stored weight and of the difference. Both sides are then
-    # multiplied and divided by lr and the scale, which takes at most six roundings.
+    # `found` and `plain` are each a difference of two stored weights, divided by the lr of 1/2. Initial weights are at
+    # most 4 in magnitude. The tolerance includes the rounding of each weight and difference, and at most six roundings
+    # for multiplying and dividing by lr and the scale.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 

@@ -15,7 +15,7 @@ import pytest
 from shardmuon import __version__
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src"  # the folder that contains shardmuon and its satellite packages
+SOURCE = ROOT / "src"  # the folder that contains all packages of the wheel
 
 pytest.importorskip("build", reason="needs the build package of the extra 'dev'")
 pytest.importorskip("twine", reason="needs the twine package of the extra 'dev'")

@@ -233,9 +233,9 @@ def assert_same_orthogonalization(
 
 def assert_same_update(
     found: Tensor,  # (rows, cols): weights after the step
-    expected: Tensor,  # (rows, cols): weights after the step in the run compared against
+    expected: Tensor,  # (rows, cols): weights after the correct step
     *,
-    before: Tensor,  # (rows, cols): weights that both runs start from
+    before: Tensor,  # (rows, cols): weights that both steps start from
     lr: float,
     weight_decay: float = 0.0,
     scale: float = 1.0,
@@ -257,7 +257,7 @@ def assert_same_update(
         before: Weights that both steps start from.
         lr: Learning rate.
         weight_decay: Decoupled weight decay, multiplied by lr.
-        scale: Factor of the orthogonalized matrix besides lr, such as that of "match_rms_adamw".
+        scale: Learning-rate scale of the matrix, such as that of "match_rms_adamw".
         dtype: Dtype of the matmuls.
         coefficients: Coefficients of each step.
         matrix: The input of the orthogonalization. Without a matrix, the bound is valid for any matrix, but hundreds of

@@ -1,7 +1,7 @@
 """One row for each variant with pre- or post-processing stages, with expected values that tests cannot derive from the
 stages. A new variant needs a new row.
 
-The file has data only, because `make golden` also imports it together with older revisions of the package.
+The file contains only data, because `make golden` also imports it together with older revisions of the package.
 """
 
 from __future__ import annotations

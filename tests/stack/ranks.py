@@ -60,8 +60,8 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
         example: Name of the file in examples/.
         world: Number of ranks. A single rank is a plain process without torch.distributed.
         prepare: Name of a function in this file that each rank calls first.
-        arguments: Arguments of the example's `train`, except `kind`, which contains the arguments of the example's
-            `options`. The arguments that `options` returns are also passed to `train`.
+        arguments: Arguments of the example's `train`. The argument `kind` is not passed to `train`. It is a dict of
+            arguments for the example's `options`, which returns further arguments of `train`.
 
     Returns:
         What was observed on each rank.

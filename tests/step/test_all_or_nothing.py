@@ -29,7 +29,7 @@ from shardmuon.testing.layouts import mesh_of
 
 
 class Fault(NamedTuple):
-    """A fault on one rank: the function that changes the job on this rank (a gradient or an option, for example), a
+    """A fault on one rank: a function that changes the job (for example, a gradient or an option) on this rank, a
     pattern for the error message on all ranks, and the class of the exception that the faulty rank must raise."""
 
     do: Callable[[Job], Any]
@@ -343,7 +343,7 @@ CALLS = {
     "clip": Call(lambda job: clip_grad_norm_(job.optimizer, 0.5, process_group=dist.group.WORLD), notices_all=False),
 }
 OF_ADAMW = (" eps", " betas", " adamw")
-Round = dict[int, str]  # For one call on all ranks, a Round maps each rank with a fault to the name of the fault.
+Round = dict[int, str]  # A Round describes one call: it maps each faulty rank to the name of its fault.
 # Found describes a call on one rank: the class and the message of the exception that the call raised, and the names of
 # all wrong values. A value is wrong if a call that raised has changed it, or if it differs after the next step from its
 # value in an identical job that never made the call.
@@ -435,8 +435,7 @@ AGAINST_STATE = (
     "AdamW cast",
     "weight",
 )
-# Even a first step, before which there is no optimizer state, must detect the faults in FRESH, because these faults do
-# not depend on the state.
+# Faults in FRESH do not depend on optimizer state, so even a first step, which has no state yet, must detect them.
 FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
 # Each row gives a layout, a call, the number of ranks, the faults that are made in each round, and the minimum number
 # of rounds in which the call must raise an error.

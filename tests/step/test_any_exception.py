@@ -215,8 +215,8 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    # No function has the name "_none", which is passed as `last`, so exceptions are raised in all functions that run
-    # before the last message exchange.
+    # Pass "_none" as `last`. No function has this name, so exceptions are raised in all functions that run before the
+    # last message exchange.
     return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 
@@ -238,8 +238,9 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         # may change although the call raised an error. After a failed unscaling, gradients must be recomputed anyway,
         # and clipping may redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
-        # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in an exception class of its
-        # own, so the exceptions in STAYS do not keep their type.
+        # A step raises exceptions of the types in STAYS unchanged. These exceptions are left out when a checkpoint is
+        # saved or loaded, because torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in
+        # its own class.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]
         planted = known[len(name) % stride :: stride]
         found = plant(calls.call, planted, calls.begin, held, calls.before, kinds=kinds, again=what == "plan")

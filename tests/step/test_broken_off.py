@@ -1,8 +1,8 @@
 """Tests that when a rank fails after all ranks have agreed on a step, the other ranks raise an error that says what to
 do.
 
-Each case runs in new processes. The time-out is long, so that a slow machine does not interrupt a step. After the first
-step, it is shortened in those cases in which only the time-out can end the wait for the failed rank.
+Each case runs in new processes. The time-out is long, so that a slow machine does not interrupt a step. If only the
+time-out can end the wait for the failed rank, the time-out is shortened after the first step.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
-    """Return a regular expression for the error message of an interrupted step. It accepts the names of phases number
-    `first` to `last`, counted in the order of `turns`. If `relays` is True, each bucket has an additional phase in
-    which one replica passes results on to the others."""
+    """Return a regular expression for the error message of an interrupted step. It accepts the names of phases `first`
+    to `last`, numbered in the order of `turns`. If `relays` is True, each bucket has an additional phase in which one
+    replica passes results on to the others."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
@@ -118,11 +118,10 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
 
 # In each case, the rank fails in its second bucket. The arguments of `_in_turns` are the numbers of the first and the
 # last phase in which another rank may notice the failure.
-# - The first phase is that of the oldest exchange that the dead rank may have sent only in part, or of the first
+# - The first phase belongs to the oldest exchange that the failed rank may have left half sent, or to the first
 #   exchange that another rank starts after the failure.
-# - The last phase is the wait for the first exchange that the dead rank never started.
-# In the case "relay", the rank dies after it has received its results, but before it has passed any of them on to the
-# other replica.
+# - The last phase is the wait for the first exchange that the failed rank never started.
+# In the case "relay", the rank dies after receiving its results but before passing any of them on to the other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", Traffic, "start", 2, _in_turns(1, 5)),

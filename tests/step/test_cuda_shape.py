@@ -61,8 +61,7 @@ def _made(
 
 
 def _found(job: Job) -> dict[str, Tensor]:
-    """Return, keyed by name, a job's weights and the state that post-processing stages (such as NorMuon) keep for
-    them."""
+    """Return a dict of a job's weights and of the state that post-processing stages (such as NorMuon) keep for them."""
     kept = [(spec.name, {"weight": p, **job.state.get(p, {})}) for p, spec in job.specs.items()]
     return {f"{name} {key}": _values(of[key]) for name, of in kept for key in ("weight", *KEPT_KEYS) if key in of}
 
@@ -84,7 +83,7 @@ OF_VARIANTS = [{**STANDARD, "weight_decay": 0.0, "variant": variant} for variant
     ids=str,
 )
 def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """A step on the simulated device must give the same values as on the CPU, up to rounding. The shapes give batches
+    """A step on the simulated device must give the same values as on the CPU, up to rounding. The shapes cover batches
     of one and of several matrices, and matrices whose rows are separated by gaps in memory."""
     here = _made(torch.clone, dtype=dtype, **options)
     before = _found(here)
@@ -96,8 +95,8 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # The values of post-processing state are sums of at most 40 x 16 squares. The squared numbers result from
-            # fifteen matmuls, whose elements are sums of at most 40 terms.
+            # The tolerance counts the roundings of fifteen matmuls, whose elements are sums of at most 40 terms, and of
+            # the final values, which are sums of at most 40 x 16 squares.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
             # On each of the two devices, an AdamW update involves ten rounded operations. An update is about as large

@@ -44,7 +44,7 @@ def _steps(
     groups: list[dict[str, Any]] = [
         {"params": [("wide", params["wide"])], "variant": "cautious"},
         {"params": [("tall", params["tall"])]},
-        # Set eps for AdamW, because the default eps of 1e-8 would underflow to zero in fp16, which is also tested.
+        # Set a larger eps for AdamW, because the default of 1e-8 would underflow to zero for fp16 parameters.
         {"params": [("bias", params["bias"])], "use_muon": False, "eps": 1e-4},
     ]
     with process_default(default):

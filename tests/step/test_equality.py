@@ -1,5 +1,5 @@
-"""Tests that updates are bitwise identical on every layout: on 4 ranks, for some layouts also on 2 and 3 ranks, and on
-two- and three-axis meshes of 8 ranks."""
+"""Tests that updates are bitwise identical on every layout. All layouts run on 4 ranks, some of them also on 2 or 3
+ranks, and some layouts with two- and three-axis meshes run on 8 ranks."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         {"adjust_lr_fn": "spectral", "nesterov": False},
     ),
     (Comparison.with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
-    # An audit assembles the same matrices independently, and raises an error if the step differs from its own dense
-    # reference.
+    # In this case, the step is also audited. The audit assembles the full matrices independently, and raises an error
+    # if the step differs from the audit's own dense computation.
     (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
         (Comparison.with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})
@@ -82,7 +82,7 @@ def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, option
     ("world", "layout"),
     [
         pytest.param(world, name, marks=[pytest.mark.numeric] if world == 4 and at % 6 == 0 else [])
-        # The outer loop is over the number of ranks, so that the pool of ranks for each number starts only once.
+        # Loop over the number of ranks first, so that each pool of ranks is started only once.
         for world, names in ROWS.items()
         for at, name in enumerate(names)
     ],
@@ -181,9 +181,9 @@ def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
 def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    # `Muon` and torch.optim.Muon both round every matmul to bf16, but one normalizes before the cast to bf16 and the
-    # other after it, so some roundings differ. The weights start at zero, because larger bf16 weights would round the
-    # update away.
+    # Both optimizers round every matmul to bf16, but `Muon` normalizes a matrix before casting it to bf16, and
+    # torch.optim.Muon normalizes it afterwards, so some roundings differ. The weights start at zero, because larger
+    # bf16 weights would round the update away.
     start = torch.zeros(shape, dtype=dtype)
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

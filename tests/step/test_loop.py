@@ -62,7 +62,7 @@ MICROS = 3
 def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
     """Take three steps and return the weights. Gradients are summed over micro-batches and averaged over ranks.
 
-    `engine` is "ddp", "fsdp2" or "hsdp", which average the gradients over ranks, or "alone" for a single process.
+    `engine` is "ddp", "fsdp2" or "hsdp" on several ranks, or "alone" for a single process.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     net = _Net()
@@ -196,8 +196,8 @@ def test_gradients_that_cannot_be_unscaled_on_one_rank_are_refused_on_all(kind: 
 
 
 def test_torchs_question_for_infinities_alone_takes_fp16_gradients() -> None:
-    """`GradScaler` calls `_check_inf_per_device` for optimizers that unscale gradients themselves. This check does not
-    modify gradients, so it must accept fp16 gradients."""
+    """`GradScaler` calls `_check_inf_per_device` for optimizers that unscale gradients themselves. This check must
+    accept fp16 gradients, because it does not modify them."""
     params = [nn.Parameter(torch.zeros(4, 4, dtype=torch.float16)) for _ in range(2)]
     params[0].grad = torch.full((4, 4), 2.0, dtype=torch.float16)
     scaler, optimizer = _scaler(), Muon([("a", params[0]), ("b", params[1])], lr=1e-3)

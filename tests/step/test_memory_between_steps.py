@@ -1,5 +1,5 @@
-"""Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and the cached
-memory must be freed when the tables say that it is."""
+"""Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and memory must be
+freed at the times that the tables give."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from shardmuon.testing.pool import RankPool
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Yield digests of the weights after three steps in a new process without caches, whose home directory is read-only
-    and must stay empty."""
+    """Yield digests of the weights after three steps in a new process. The process starts without caches, and its home
+    directory is read-only and must stay empty."""
     home = tmp_path_factory.mktemp("home")
     home.chmod(0o555)
     env = {key: value for key, value in os.environ.items() if key != "XDG_CACHE_HOME"}
@@ -69,8 +69,8 @@ def _assert_bitwise(pool: RankPool, layout: str) -> None:
     ("world", "layout"), [*(pytest.param(*of, marks=pytest.mark.stated) for of in FEW), *((4, name) for name in KINDS)]
 )
 def test_layouts_of_each_kind_have_the_bits_of_one_process(world: int, layout: str) -> None:
-    """The single-process reference runs in the process of each rank, not in a fresh process. The test of one optimizer
-    per matrix shows that the results are bitwise identical in both kinds of processes."""
+    """Steps on each layout must match a single-process reference bitwise. The reference runs in the rank's own process,
+    because another test shows that a fresh process gives the same bits."""
     _assert_bitwise(RankPool.cached(world), layout)
 
 

@@ -98,9 +98,9 @@ def test_both_forms_of_the_norm_are_right_at_any_scale(
     """Both implementations of normalization must match an fp64 reference within rounding, for very small and very large
     matrices.
 
-    The tolerance counts the roundings of the norm and the quotient to fp32 (2^-24 each) and the rounding to `dtype`.
-    The sum of 24 x 40 squares, added pairwise or in 16 SIMD lanes, has at most 60 roundings, which the square root
-    halves, so 32 * 2^-24 covers these roundings.
+    The tolerance is 32 roundings to fp32 (2^-24 each) for the norm and the quotient, plus one rounding to `dtype`.
+    Summing 24 x 40 squares pairwise or in 16 SIMD lanes takes at most 60 roundings, and the square root halves their
+    effect.
     """
     x = (normal(count, 24, 40, dtype=torch.float64) * factor).to(dtype)
     found = form(x.mT, dtype)

@@ -1,8 +1,8 @@
 """Tests of random sequences of events around an optimizer, compared bit for bit with a reference that creates a new
 dense optimizer for every step.
 
-The events are skipped batches, errors, saving and loading, added and removed groups, copies and replaced tensors. They
-happen on all ranks or, where the other ranks need not take part, on some.
+The events are skipped batches, errors, saving and loading, added and removed groups, copies and replaced tensors. An
+event happens on all ranks, or on a random subset if the other ranks need not take part.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class Sequence:
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
 
     def _ruled(self, name: str) -> dict[str, Any]:
-        """Return the weight and state of a parameter that the job must have after the events so far, without state that
-        an earlier optimizer or variant left behind."""
+        """Return the weight and state that a parameter must have after the events so far, excluding state left behind
+        by an earlier optimizer or variant."""
         known = self.now.named[name]
         (options,) = (g.options for g in self.now.groups if name in [spec.name for spec in g.specs])
         if ("exp_avg" in known) == options["use_muon"]:
@@ -330,8 +330,8 @@ class Sequence:
         self._load() if told[0] == told[1] else self.resume()
 
     def resume(self) -> None:
-        """Load the saved state into a new model and a new optimizer, which was constructed with options that differ
-        from those of the saved optimizer."""
+        """Load the saved state into a new model and a new optimizer, whose constructor options differ from those of the
+        saved optimizer."""
         self.now = copy.deepcopy(self.saved)
         self._take(lr=0.5, weight_decay=0.0, variant=None)
         self._load()
@@ -391,8 +391,8 @@ class Sequence:
             self.train()
 
     def change_the_optimizer(self) -> None:
-        """Train a group of matrices with AdamW and then with Muon again. Each change starts with new state, and a state
-        dict must contain no state of the previous optimizer."""
+        """Train a group of matrices with AdamW and then with Muon again. After each change, training must start from
+        fresh state, and a state dict must contain no state of the previous optimizer."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"] or self.frozen & {spec.name for spec in group.specs}:
             return

@@ -43,8 +43,8 @@ from shardmuon.variants import VARIANTS, stages_of
 
 STAGED = [name for name, row in VARIANTS.items() if row]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
-# Several orders of the variant names lead to the same tuple of stages. JOINED maps each tuple of stages to the first
-# such order.
+# The same variant names in a different order may give the same tuple of pre- and post-processing stages. JOINED maps
+# each such tuple to the first order of names that gives it.
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
 
 

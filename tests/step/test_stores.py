@@ -47,8 +47,9 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A test case of stored dtypes: options that set how momentum and weights are stored, other optimizer options, and
-    pairs of (weight, gradient) dtypes, which the parameters use in rotation."""
+    """A test case: options that set how momentum and weights are stored, pairs of (weight, gradient) dtypes that the
+    parameters use in rotation, other optimizer options, and a function that converts the lr (to a tensor, for
+    example)."""
 
     storage: Mapping[str, Any] = MappingProxyType({})
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)

@@ -24,8 +24,8 @@ def test_a_part_that_is_added_as_it_stands_is_told_what_to_write() -> None:
     optimizer, (group, _) = Muon([model[4].weight], lr=0.03), param_groups(model[2:4], lr=0.03)
     with pytest.raises(ValueError, match=r"group 1: its parameters have names, those of .* none\. .*group\.pop"):
         optimizer.add_param_group(group)
-    # `add_param_group` rejects a group with parameter names, and the error message says to remove them. The test does
-    # this and tries again.
+    # The first group has no parameter names, so `add_param_group` rejects a group with names. Remove the names, as the
+    # error message says, and try again.
     group.pop("param_names")
     optimizer.add_param_group(group)
     assert optimizer.param_groups[1]["params"] == [model[2].weight]

@@ -1,4 +1,4 @@
-"""Tests of the pool of ranks: results, errors, and that no failure hangs or leaves a process behind."""
+"""Tests of the pool of ranks: its results and errors are correct, and no failure hangs or leaves a process behind."""
 
 from __future__ import annotations
 

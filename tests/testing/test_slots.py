@@ -80,16 +80,16 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """Each matrix must have the same bits in every slot when matmuls use two threads, and when they use fewer CPU
-    instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions
+    """Each matrix must have the same bits in every slot of a batch, both with two threads and with a restricted set of
+    CPU instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions
     without AVX."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
     assert num > 1_000 and unequal == 0
 
 
 def test_packed_slots_would_be_found() -> None:
-    """Negative control: if the matrices of a batch are packed without alignment, the search must find matmul results
-    that differ between slots, either with a narrower set of CPU instructions or with this CPU's own."""
+    """Negative control: if the matrices of a batch are packed without alignment, matmul results must differ between
+    slots, with restricted CPU instructions or with the full instruction set."""
     assert _elsewhere(_OTHER_INSTRUCTIONS, 1, 3, True)[1] or found_with(torch.get_num_threads(), 3, True)[1]
 
 

@@ -1,5 +1,5 @@
-"""Tests of Muon's variants: post-processing stages (such as NorMuon) against fp64 formulas, options, plans, and
-state."""
+"""Tests of Muon's variants: their options, plans and state, and a comparison of each stage (such as NorMuon's scaling)
+with its fp64 formula."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """Apply a post-processing stage (such as NorMuon) to a batch of matrices in the same way as an optimizer step."""
+    """Apply a pre- or post-processing stage (such as NorMuon) to a batch of matrices in the same way as an optimizer
+    step."""
     if isinstance(stage, WeightStage):
         return x * stage.factor(torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64), kept).view(-1, 1, 1)
     x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
@@ -45,14 +46,14 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """The post-processing stage (such as NorMuon) must match its fp64 formula on three matrices in each of four steps.
-    One of the matrices has rows of zeros and a nonzero initial state."""
+    """Each pre- or post-processing stage (such as NorMuon) must match its fp64 formula on three matrices in each of
+    four steps. One of the matrices has rows of zeros and a nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
     arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard", torch.float64), *[torch.float64] * 6)  # type: ignore[arg-type]
-    # The bound counts one rounding for each term in a sum along a row and in a sum over the rows, three roundings of
+    # The bound counts the roundings of a sum along a row and of a sum over the rows (one per term), three roundings of
     # the state in each of four steps, and six others. The factor of 2 covers restoring the matrix norm, which takes the
     # same number of roundings.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}

@@ -2,8 +2,8 @@
 parameters go to Muon, as which matrices and with which warnings, and whether the parts of fused weights have the
 expected roles.
 
-The tests need transformers, timm, torchvision and peft: `make zoo`. tests/routing/test_routing.py has the same shapes
-as plain modules and needs none of these packages.
+The tests need transformers, timm, torchvision and peft: `make zoo`. tests/routing/test_routing.py imitates such models
+with plain modules and needs none of these packages.
 """
 
 from __future__ import annotations
