@@ -1,5 +1,5 @@
-"""Clipping of all gradients by one norm for the whole job, however the parameters are sharded. All ranks get the norm
-with the same bits, or all ranks raise an error.
+"""Clipping of all gradients by one norm for the whole job, however the parameters are sharded. Either all ranks get the
+same norm, bit for bit, or all ranks raise an error.
 
 [Note: who sums with whom]
     All ranks that are connected by shared parameters or by a `process_group` compute one norm together. If several
@@ -132,9 +132,8 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """If the code in the `with` block raises an error, set this rank's gradients to None, and raise the error again or
-    raise an ExchangeError whose cause is the error. The gradients are kept if the error is Refused, which all ranks
-    raise.
+    """If the code in the `with` block raises an error, set this rank's gradients to None, and re-raise the error or
+    raise an ExchangeError from it. If the error is Refused, which all ranks raise, keep the gradients.
 
     Other ranks do not learn of a failure after the last communication, and continue with scaled gradients. The next
     step then raises an error on every rank that shares these parameters, because this rank has no gradients.
@@ -221,7 +220,7 @@ class _BoundGradients(Agreed):
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
             given = GroupRef.of(one.group.get("process_group"))
-            # Unless the parameter group's option `process_group` is (), other ranks can have replicas of this
+            # Unless the parameter group's option `process_group` is (), other ranks may have replicas of this
             # parameter.
             if given is None or given.ranks:
                 if len(layout.ranks) < len(table.component):
@@ -238,8 +237,7 @@ class _BoundGradients(Agreed):
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
     """Make the key of cached layouts for a list of parameters: the name, id, options and engine (storage adapter) of
     each parameter, and the engine's summary of the parameter's layout. A new tensor can have the same id as a deleted
-    tensor, but if the whole key is equal, too, both tensors have the same layout, so the cached layouts are valid for
-    the new tensor."""
+    tensor. Cached layouts with an equal key are still valid, because the key determines the layouts."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
@@ -249,8 +247,8 @@ def _counts(layout: ParamLayout) -> bool:
     same part, only the first of these ranks includes it.
 
     Raises:
-        ValueError: This rank stores several pieces of the tensor, and is the first rank that stores some of them but
-            not all.
+        ValueError: This rank stores several pieces of the tensor, and is the first rank for some of these pieces but
+            not for all.
     """
     rank = my_rank()
     first = {layout.keepers[piece][0] == rank for piece in layout.pieces[rank]}
@@ -303,8 +301,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        # Layouts that a call with a different `process_group` cached are invalid, because a different set of ranks took
-        # part in that call.
+        # Layouts cached by a call with a different `process_group` are invalid, because different ranks took part in
+        # that call.
         return found if found is not None and found.beyond == self.beyond else None
 
     def is_current(self, kept: _BoundGradients) -> bool:
