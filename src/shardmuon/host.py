@@ -137,9 +137,9 @@ class Host:
         """True if torch.distributed.checkpoint is calling `step` only to create the state into which it then loads a
         checkpoint.
 
-        torch sets every gradient and lr to 0 for this call, but a real step can have the same values: in a warmup, lr
-        starts at 0, and the shards of some ranks can have zero gradients. Ranks that relied on these values could come
-        to different conclusions. Therefore this function inspects the call stack.
+        torch sets every gradient and lr to 0 for this call, but a real step can have the same values: with a warmup, lr
+        starts at 0, and the gradients on some ranks can be zero. Ranks that checked these values could disagree, so
+        this function inspects the call stack instead.
         """
         return Host.caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None
 

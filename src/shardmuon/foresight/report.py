@@ -56,7 +56,7 @@ class Time(NamedTuple):
 
     Attributes:
         lo: Smallest value.
-        mid: Middle value: the most likely value, or the median if times were measured.
+        mid: Most likely value, or the median if times were measured.
         hi: Largest value.
     """
 

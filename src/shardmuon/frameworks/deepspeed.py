@@ -295,7 +295,7 @@ class _DeepSpeedHost(Host):
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def weights(self, core: Any) -> list[Weight]:
-        """List this rank's parts of parameters in all flat buffers, including those that AdamW updates.
+        """List the parts of parameters that this rank's flat buffers contain, including parts that AdamW updates.
 
         Raises:
             ValueError: A flat buffer has been swapped to files, so its weights are not in memory.
@@ -481,7 +481,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list
     Returns:
         A tuple of two items: this rank's slices of all trainable parameters in the group or sub-group of the flat
         buffer, and the process group over which these parameters are partitioned. Slices are in the same order on all
-        ranks, and some can be empty.
+        ranks, and some may be empty.
 
     Raises:
         ValueError: The tensor is not a flat buffer of these parameters, or DeepSpeed partitions in a way that is not
@@ -554,8 +554,8 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    # With hpZ, partial offload or ZenFlow, DeepSpeed partitions parameters in a different way than the code below
-    # assumes, or steps parts of them with its own Adam.
+    # With hpZ, partial offload or ZenFlow, DeepSpeed partitions parameters in a way that the code below does not
+    # support, or steps parts of them with its own Adam.
     for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
         found = getattr(zero3, name, allowed)
         if found != allowed:
@@ -641,8 +641,8 @@ _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_d
 
 
 def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
-    """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step turns it into a view
-    of the parameter's slice in the flat buffer."""
+    """Make a leaf tensor that the optimizer steps instead of a parameter. The tensor is empty until a step turns it
+    into a view of the parameter's slice in the flat buffer."""
     shard = torch.nn.Parameter(flat.new_empty(0))
     # `home`, the device of the model's parameter, is needed only if ZeRO offloads the flat buffer to a different
     # device.

@@ -317,7 +317,7 @@ def _routed(
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
             for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
-                with about(name):  # `_flat_shard` raises ValueError if tensor-parallel attributes of `p` are invalid.
+                with about(name):  # `_flat_shard` raises ValueError for invalid tensor-parallel attributes of `p`.
                     _flat_shard(p, 0, None, _tp(groups, expert))
     return out
 
@@ -370,8 +370,8 @@ def _wrapped(
         groups: Megatron's process groups.
         expert: True for the experts' optimizer.
         chunks: Model chunks.
-        shared: Process groups of the distributed optimizer, by Megatron's names. None without the distributed
-            optimizer, when every replica has the complete main weights.
+        shared: Process groups of the distributed optimizer, by Megatron's names. If None, there is no distributed
+            optimizer, and every replica has the complete main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:
@@ -400,11 +400,11 @@ def _wrapped(
         muon.hosts.insert(0, _WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
-        # Megatron's fp32 main weights have requires_grad=False, so `Muon` would treat them as frozen.
+        # Megatron's fp32 main weights have requires_grad=False, so `Muon` would otherwise treat them as frozen.
         param.requires_grad_(True)
         if tp_group is None:
             # Megatron's layers set `tensor_model_parallel` to True even without tensor parallelism, so `Muon` would
-            # mistake the parameter for a shard.
+            # otherwise mistake the parameter for a shard.
             param.tensor_model_parallel = False
     return wrapped
 
@@ -477,7 +477,7 @@ class _ShardHost(_Unfinished):
     Args:
         core: Optimizer whose groups contain shards of all matrices, including empty shards. Parameters of different
             model chunks can have the same name, so a number is appended to repeated names.
-        shards: Dict from model parameter to its fp32 shard, for all parameters of which this rank has elements.
+        shards: Dict from model parameter to its fp32 shard, for all parameters that have elements on this rank.
     """
 
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
@@ -623,7 +623,7 @@ def _distributed_optimizer(
     parts = chain.from_iterable([*wrapped.shard_fp32_groups, *wrapped.shard_fp32_from_float16_groups])
     shards: dict[Tensor, Tensor] = dict(zip(whole, parts, strict=True))
     for part in shards.values():
-        part.requires_grad_(True)  # Megatron's shards have requires_grad=False, so `Muon` would treat them as frozen.
+        part.requires_grad_(True)  # Megatron's shards have requires_grad=False, which `Muon` would treat as frozen.
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
         if group["use_muon"]:  # Groups that AdamW updates keep the shards that Megatron has made.
             group["params"] = []

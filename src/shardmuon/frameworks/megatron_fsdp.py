@@ -192,8 +192,8 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    # `write_items` becomes an attribute of `storage`, so it must not use `storage`, which would create a reference
-    # cycle.
+    # `write_items` becomes an attribute of `storage`. A reference to `storage` in its body would therefore create a
+    # reference cycle.
     def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
         if not chunk.sizes.numel():
             return []

@@ -8,11 +8,10 @@ same norm, bit for bit, or all ranks raise an error.
     For some tensors, this module cannot know whether other ranks have replicas. A plain tensor can be a replica, as
     under DDP, or exist on one rank only. A DTensor on some of the ranks, such as the ranks of one data-parallel axis,
     can have replicas on other ranks (in layers that tensor parallelism does not shard) or none (in experts and pipeline
-    stages). The gradients of such tensors are called loose. Loose gradients are compared by shape: each rank computes
-    the norm of all its loose gradients of one shape together. If ranks with the same position in their sets of ranks
-    have equal norms, these gradients are treated as replicas and count once. Norms of few elements can be equal by
-    chance. So gradients of a shape with few elements are treated as replicas only if the norms of all loose gradients
-    on their sets of ranks are equal as well.
+    stages). The gradients of such tensors are called loose. Each rank computes one norm over all its loose gradients
+    that have the same shape and are shared by the same set of ranks. If ranks that have the same index in their sets
+    compute equal norms, their gradients are treated as replicas and counted once. Norms of few elements can be equal by
+    chance, so for small gradients, the norms of all loose gradients on these sets of ranks must also be equal.
 
     Ranks that share other parameters must have equal loose gradients of plain tensors, because unequal gradients are
     probably replicas that were not averaged. This rule does not apply if all of these ranks are in the `process_group`
@@ -91,7 +90,7 @@ def clip_grad_norm_(
     if isinstance(parameters, SETS):
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
-        # `parameters` can be an iterator. It is converted to a list, because the loop below can read it twice.
+        # `parameters` may be an iterator. It is converted to a list, because the loop below may read it twice.
         parameters = list(parameters)
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()

@@ -149,7 +149,7 @@ class Engine:
         `process_group` also joins the replicas of a part, the second field is `super().ties(param, group).mates`. A
         subclass whose group cuts the tensor at arbitrary elements, so that each rank's claim states the position of its
         part, returns `Ties((my_rank(),), <ranks of the group>)`. If ranks return different groups for the same tensor,
-        some of them wait until the time-out, since no rank can detect the difference alone.
+        some of them wait until the timeout, because no rank can detect the difference alone.
         """
         return Ties((my_rank(),), _mates_of(group))
 
