@@ -28,7 +28,7 @@ class Weight(NamedTuple):
         stored: The tensor that the optimizer updates: the parameter, a copy of the parameter, or a part of a flat
             buffer. There is an engine (a class that reads the layout of parameters) for this tensor.
         group: The options of the weight's group.
-        now: True if the latest call of `step` has updated the weight.
+        now: True if the latest call to `step` updated the weight.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Host:
         contains the optimizer's own state tensors, and copies of the groups."""
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Return a function to run instead of a step if the framework calls `step` for a purpose other than to update
+        """Return a function to run instead of a step if the framework calls `step` for a purpose other than updating
         weights, else return None. The method must not change any tensors except gradients that the framework has
         altered since the backward pass.
 
@@ -95,8 +95,8 @@ class Host:
         """Take a step of the optimizer while this host (framework integration) is active.
 
         Args:
-            core: The optimizer. A host must set `core.changing` to True before it changes weights or state by other
-                means than `core.take_step`.
+            core: The optimizer. A host must set `core.changing` to True before it changes weights or state by means
+                other than `core.take_step`.
             fault: Record of this rank's first error; empty if no error has occurred before this call.
         """
         raise NotImplementedError
@@ -107,16 +107,17 @@ class Host:
         raise NotImplementedError
 
     def has_stepped_all(self, core: Any) -> bool:
-        """True if the latest call of `step` was the last one of the training step. This method is called only while
+        """True if the latest call to `step` was the last one of the training step. This method is called only while
         this host (framework integration) is active."""
         return True
 
     def restore_groups(self, core: Any) -> None:
-        """Restore the parameter groups to the form that they have between steps, after an error in the middle of a
-        step."""
+        """After an error in the middle of a step, restore the parameter groups to the form that they have between
+        steps."""
 
     def plans(self, core: Any) -> tuple[Plan, ...]:
-        """Return all current plans of the optimizer; the tuple is empty before the first plan is made."""
+        """Return the optimizer's current plans (assignments of matrices to ranks). The tuple is empty before the first
+        plan is made."""
         return () if core.binding is None else (core.binding.plan,)
 
     @staticmethod
@@ -136,9 +137,9 @@ class Host:
         """True if torch.distributed.checkpoint is calling `step` only to create the state into which it then loads a
         checkpoint.
 
-        torch sets every gradient and lr to 0 for this call, but a real step can have the same values: in a warmup, lr
-        starts at 0, and the shards of some ranks can have zero gradients. Ranks that relied on these values could come
-        to different conclusions. Therefore this function inspects the call stack.
+        torch sets every gradient and lr to 0 for this call, but a real step can have the same values: with a warmup, lr
+        starts at 0, and the gradients on some ranks can be zero. Ranks that checked these values could disagree, so
+        this function inspects the call stack instead.
         """
         return Host.caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None
 

@@ -42,11 +42,11 @@ def load_model(model: str | nn.Module, meta: bool = True) -> tuple[str, str, nn.
 
     Returns:
         The model's name; the origin of its shapes (an address, a file or a function); the module; and the number of
-        parameter elements used per token (see [Note: active parameters]). This number is 0, which stands for unknown,
-        if the model has experts and is not a preset.
+        parameter elements used per token (see [Note: active parameters]). This number is 0 (unknown) if the model has
+        experts and is not a preset.
 
     Raises:
-        ValueError: `model` is not of one of the four kinds above, or the shapes cannot be determined from it.
+        ValueError: `model` is none of the above, or the shapes cannot be determined from it.
     """
     if isinstance(model, nn.Module):
         return type(model).__name__, "the module given", model, _active_of(model)
@@ -114,8 +114,7 @@ def _from_function(text: str, meta: bool) -> nn.Module:
     path = Path(module_name)
     is_file = path.suffix == ".py"
     folder = str(path.parent.resolve() if is_file else Path.cwd())
-    # Make imports find modules in the folder of FILE.py or in the current folder, as `python FILE.py` and `python -m`
-    # do.
+    # Search for modules in the folder of FILE.py or in the current folder, as `python FILE.py` and `python -m` do.
     sys.path.insert(0, folder)
     try:
         found: Any = pkgutil.resolve_name(f"{path.stem if is_file else module_name}:{name}")
@@ -135,8 +134,8 @@ _Make = Callable[[Ints], nn.Module]  # function that creates a module, given the
 
 @cache
 def _type(name: str) -> type[nn.Module]:
-    """Create a module class with the given name. The routing of parameters to Muon or AdamW recognizes some modules by
-    their class name."""
+    """Create a module class with the given name. For some modules, the class name determines how Muon treats
+    the parameters."""
     return type(name, (nn.Module,), {})
 
 
@@ -195,9 +194,8 @@ _DECODER: Mapping[str, Any] = {
     # True adds biases to the projections q, k and v; "all" also adds a bias to the projection o
     "attention_bias": False,
     "qk_norm": False,  # True normalizes queries and keys in each head
-    # Type of the feed-forward layers: "gated" selects gate, up and down projections. "plain" selects GPT-2's
-    # architecture: two linear layers, which are stored transposed and have biases, LayerNorm with biases, and learned
-    # positions.
+    # Type of the feed-forward layers: "gated" selects gate, up and down projections. "plain" selects two linear layers
+    # and, as in GPT-2, biases, LayerNorm, learned positions and weights that are stored transposed.
     "mlp": "gated",
     "max_position_embeddings": 0,  # number of learned positions, used only if "mlp" is "plain"
     "num_experts": 0,
@@ -205,8 +203,8 @@ _DECODER: Mapping[str, Any] = {
     "num_shared_experts": 0,  # number of experts that are always active; they are fused into one dense layer
     "first_k_dense": 0,  # number of layers without experts before the first layer with experts
     "router_bias": False,  # True adds a bias to the router, with one entry per expert
-    # True selects experts as in gpt-oss. They have biases, fuse the gate and up projections in one stack, and are
-    # stored transposed.
+    # True selects experts as in gpt-oss: with biases, stored transposed, and with gate and up projections fused in one
+    # stack.
     "expert_bias": False,
     "attention_sinks": False,  # True adds a learned attention sink to each head, as in gpt-oss
     # Sizes of DeepSeek's latent attention. With kv_lora_rank 0, the model has grouped-query attention instead. With
@@ -247,8 +245,7 @@ _LAYER = (
     ("grouped bias_of_o", "self_attn.o_proj.bias", "width"),
     ("grouped qk_norm", "self_attn.q_norm.weight", "head"),
     ("grouped qk_norm", "self_attn.k_norm.weight", "head"),
-    # Parameters of DeepSeek's latent attention. Some weights are fused; the routing of parameters splits these weights
-    # into matrices.
+    # Parameters of DeepSeek's latent attention. Some weights are fused, and Muon splits them into matrices.
     ("latent whole_q", "self_attn.q_proj.weight", "latent_q width"),
     ("latent q_rank", "self_attn.q_a_proj.weight", "q_rank width"),
     ("latent q_rank", "self_attn.q_a_layernorm.weight", "q_rank"),
@@ -348,7 +345,8 @@ def build(sizes: Mapping[str, Any]) -> nn.Module:
     """Build the modules of a decoder-only model on the meta device, without `forward` methods. Parameters have the same
     names and shapes as in Hugging Face's models, except that experts are stacked as in torchtitan.
 
-    Modules that the routing of parameters recognizes by their class names get classes with the same names.
+    If a module's class name affects which optimizer (Muon or AdamW) updates its parameters, or how they are split into
+    matrices, the module gets the class name that Hugging Face or torchtitan uses.
 
     Args:
         sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, and optionally the keys of `_DECODER`.

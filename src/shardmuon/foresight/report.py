@@ -56,7 +56,7 @@ class Time(NamedTuple):
 
     Attributes:
         lo: Smallest value.
-        mid: Middle value: the most likely value, or the median if times were measured.
+        mid: Most likely value, or the median if times were measured.
         hi: Largest value.
     """
 
@@ -113,7 +113,7 @@ def plan(
         mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
         gpu: Name of a hardware file in the package ("h100"), path to a hardware file, or a `Hardware`.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
-        gpus_per_node: Number of ranks on one node, which are connected by fast links. Default: the number in the
+        gpus_per_node: Number of ranks per node. Links within a node are assumed to be fast. Default: the number in the
             hardware file.
         tokens_per_step: Number of tokens in a training step, over all ranks. If given, the report compares the time of
             a whole training step with Muon to that with AdamW.
@@ -127,7 +127,7 @@ def plan(
         estimated time of an optimizer step, and `report.exact` contains all counts.
 
     Raises:
-        ValueError: The model or GPU does not exist, or the mesh does not fit the model. The message names the
+        ValueError: The model or GPU does not exist, or the mesh does not fit the model. The message suggests a
             correction.
 
     Examples:
@@ -232,8 +232,8 @@ class Price:
         Args:
             plan: Plan of an existing optimizer, or a plan constructed by hand.
             gpu: Name of a hardware file in the package ("h100"), path to a hardware file, or a `Hardware`.
-            gpus_per_node: Number of ranks on one node, which are connected by fast links. Default: the number in the
-                hardware file.
+            gpus_per_node: Number of ranks per node. Links within a node are assumed to be fast. Default: the number in
+                the hardware file.
 
         Raises:
             ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
@@ -244,7 +244,7 @@ class Price:
 
     @property
     def reason(self) -> str:
-        """Description of the one or two main causes of the interval's width."""
+        """Description of the one or two main reasons why the estimated time is uncertain."""
         if not self.reasons or self.step.hi == self.step.lo:
             return "nothing in it is uncertain"
         return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
@@ -270,8 +270,7 @@ class _Pricer:
         _held: For each class of ranks, the indices of its buckets in `_phases`. Equal buckets of different classes
             share one index.
         _overlap: Fraction of an exchange that can run at the same time as matrix products.
-        _first: Dict from uncertain factor to seconds: the part of the time before the first bucket for which the factor
-            is responsible.
+        _first: Time before the first bucket, as a dict from uncertain factor to the seconds that depend on the factor.
         _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and a nested dict from phase
             to uncertain factor to seconds. Exchanges that the bucket does not have are absent from the dict.
         _adamw: Seconds that AdamW takes on each class of ranks.
@@ -300,7 +299,7 @@ class _Pricer:
         self._adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
-        """Simulate an optimizer step with the values of the uncertain factors that `pick` selects, and return one
+        """Simulate an optimizer step, using the values that `pick` selects for the uncertain factors, and return one
         timeline per class of ranks. If `stage` is given, simulate only this pipeline stage. This is possible because
         the optimizer does not exchange data between pipeline stages."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
@@ -530,7 +529,7 @@ def _sections(report: Report) -> list[_Section]:
 def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
-    # The number of nodes is rounded up, because the last node can be partly filled.
+    # The number of nodes is rounded up, because the last node may be only partly filled.
     num_nodes = -(-exact.world // mesh.gpus_per_node)
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
@@ -563,7 +562,7 @@ def _answers(report: Report) -> _Section:
 
 def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
-    # `need` is an upper bound on the memory, because `largest.peak`, the extra memory of a step, is an upper bound.
+    # `need` is an upper bound on the memory, because `largest.peak` is an upper bound on the extra memory of a step.
     need = largest.stored.total + largest.peak
     never = "does not fit" if largest.stored.total > have else "may not fit"
     fits = never if need > have else "tight" if need > 0.9 * have else "fits"

@@ -9,18 +9,18 @@ is never imported.
 
 [Note: what DeepSpeed steps]
     `deepspeed.initialize` replaces the parameters in the optimizer's groups with *flat buffers*: this rank's 1-D fp32
-    partition of a group (ZeRO stages 1 and 2, and the BF16 optimizer) or of a sub-group (ZeRO stage 3). Gradients of
-    flat buffers are reduced, unscaled and clipped. In a training step, stages 1 and 2 call `step()` once per group with
-    only this group, stage 3 calls it once per sub-group with all other groups empty, and the BF16 optimizer calls it
-    once. All ranks make the same calls in the same order. The original parameters remain in the model, and their
-    attributes show where their elements are stored:
+    partition of a group (ZeRO stages 1 and 2, and the BF16 optimizer) or of a sub-group (ZeRO stage 3). DeepSpeed
+    reduces, unscales and clips the gradients of flat buffers before it calls `step()`. In a training step, stages 1 and
+    2 call `step()` once per group with only this group, stage 3 calls it once per sub-group with all other groups
+    empty, and the BF16 optimizer calls it once. All ranks make the same calls in the same order. The original
+    parameters remain in the model, and their attributes show where their elements are stored:
     stages 1 and 2, BF16   see [Note: positions of parameters]
     stage 3                `_z3_optimizer` with the sub-groups' parameters and flat buffers; rank r of
                            `ds_process_group` stores elements [r k, (r + 1) k) of each parameter, with
                            k = `partition_numel()`
     When the plan is made, each rank sends the positions of its elements to the other ranks. The elements of all ranks
-    must cover every parameter exactly once. Before the first update, after loading state, and at audits, each rank
-    compares its parts of the parameters with the model's weights.
+    must cover every parameter exactly once. Before the first update, after loading state, and in audited steps, each
+    rank compares its parts of the parameters with the model's weights.
 
 [Note: positions of parameters]
     With ZeRO stages 1 and 2 and with the BF16 optimizer, the model parameters in a group are views of one buffer, in an
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from shardmuon.plan.plan import Plan
 
 _TESTED = "0.19.8"
-_PAGE = 4096  # Page size in bytes. On every file system, direct I/O can read to addresses at page boundaries.
+_PAGE = 4096  # Page size in bytes. On every file system, direct I/O can read into memory that is aligned to a page.
 
 # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -218,8 +218,8 @@ class _DeepSpeedHost(Host):
         self._carried, self._flats = {}, {}
 
     def restore_groups(self, core: Any) -> None:
-        """Restore the list of groups, which DeepSpeed modifies for each call of `step()` and itself restores only after
-        a successful step. With ZeRO stage 3, groups are empty between steps."""
+        """Restore the list of groups. DeepSpeed modifies the list for each call to `step()`, and restores it only if
+        the step succeeds. With ZeRO stage 3, groups are empty between steps."""
         core.param_groups = [group for group, _ in self.groups]
         if _zero3_of(self._params) is not None:
             for group in core.param_groups:
@@ -291,11 +291,11 @@ class _DeepSpeedHost(Host):
         return any(hasattr(p, mark) for p in self._params for mark in self.marks)
 
     def plans(self, core: Any) -> tuple[Plan, ...]:
-        """Return the plans of all flat buffers that have been stepped so far."""
+        """Return the plan (assignment of matrices to ranks) of each flat buffer that Muon has stepped so far."""
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def weights(self, core: Any) -> list[Weight]:
-        """List this rank's parts of parameters in all flat buffers, including those that AdamW updates.
+        """List the parts of parameters that this rank's flat buffers contain, including parts that AdamW updates.
 
         Raises:
             ValueError: A flat buffer has been swapped to files, so its weights are not in memory.
@@ -322,15 +322,15 @@ class _DeepSpeedHost(Host):
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
         """If DeepSpeed runs ZeRO stage 0 in half precision, return a function that raises an error; otherwise return
-        None. Stage 0 is recognized by its first call of `step`, which comes from `initialize_optimizer_states`, a
+        None. Stage 0 is recognized by its first call to `step`, which comes from `initialize_optimizer_states`, a
         function that only creates state."""
         return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
-        """Handle one of the calls of `step()` that DeepSpeed makes in a training step. The call steps the groups that
+        """Handle one of the calls to `step()` that DeepSpeed makes in a training step. The call steps the groups that
         DeepSpeed has put into `core.param_groups`."""
         try:
-            # At the first call of `step()` in a training step, either no flat buffer has ever been updated, or all of
+            # At the first call to `step()` in a training step, either no flat buffer has ever been updated, or all of
             # them were updated in the previous training step (see [Note: one vote before the first call]).
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
@@ -368,7 +368,7 @@ class _DeepSpeedHost(Host):
                 self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
-        # Swapped flat buffers that this call does not step are not compared with the model, because DeepSpeed can still
+        # Swapped flat buffers that this call does not step are not compared with the model, because DeepSpeed may still
         # be reading them from files (`pipeline_read`).
         here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
         wrong = [name for known in here for name in known.unlike_model()] if self._unchecked else []
@@ -419,7 +419,7 @@ class _DeepSpeedHost(Host):
             )
 
     def _step_flats(self, core: Any) -> None:
-        """Step the flat buffers that DeepSpeed has put into the groups for this call of `step()`. If a rank cannot
+        """Step the flat buffers that DeepSpeed has put into the groups for this call to `step()`. If a rank cannot
         prepare a flat buffer, the other ranks receive the error in the vote before the flat buffer is stepped."""
         for group in core.param_groups:
             for flat in group["params"]:
@@ -481,7 +481,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list
     Returns:
         A tuple of two items: this rank's slices of all trainable parameters in the group or sub-group of the flat
         buffer, and the process group over which these parameters are partitioned. Slices are in the same order on all
-        ranks, and some can be empty.
+        ranks, and some may be empty.
 
     Raises:
         ValueError: The tensor is not a flat buffer of these parameters, or DeepSpeed partitions in a way that is not
@@ -554,8 +554,8 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    # With hpZ, partial offload or ZenFlow, DeepSpeed partitions parameters in a different way than the code below
-    # assumes, or steps parts of them with its own Adam.
+    # With hpZ, partial offload or ZenFlow, DeepSpeed partitions parameters in a way that the code below does not
+    # support, or steps parts of them with its own Adam.
     for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
         found = getattr(zero3, name, allowed)
         if found != allowed:
@@ -641,8 +641,8 @@ _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_d
 
 
 def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
-    """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step turns it into a view
-    of the parameter's slice in the flat buffer."""
+    """Make a leaf tensor that the optimizer steps instead of a parameter. The tensor is empty until a step turns it
+    into a view of the parameter's slice in the flat buffer."""
     shard = torch.nn.Parameter(flat.new_empty(0))
     # `home`, the device of the model's parameter, is needed only if ZeRO offloads the flat buffer to a different
     # device.
@@ -679,8 +679,7 @@ def _zero3_of(params: Iterable[Tensor]) -> Any:
 
 
 def _swapped_numel(flat: Tensor, zero3: Any) -> int:
-    """Return the number of elements in a flat buffer that DeepSpeed swaps to files; 0 if the flat buffer stays in
-    memory."""
+    """Return the number of elements in a flat buffer if DeepSpeed swaps the flat buffer to files, otherwise 0."""
     if not getattr(zero3, "swap_optimizer", False):
         return 0
     number = _number_of(flat, zero3)
@@ -693,7 +692,7 @@ def _number_of(flat: Tensor, zero3: Any) -> int:
 
 
 def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], zero3: Any) -> None:
-    """Raise ValueError if DeepSpeed would read a swapped gradient of the flat buffer's sub-group to a memory address
+    """Raise ValueError if DeepSpeed would read a swapped gradient of the flat buffer's sub-group into a memory address
     that direct I/O does not support on all file systems. See [Note: gradients that do not come back].
 
     Args:

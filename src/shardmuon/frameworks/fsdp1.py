@@ -4,8 +4,8 @@
     A unit is a module that FSDP1 wraps. For each state key (`momentum_buffer`, `exp_avg`, ..), FSDP1 gathers the state
     tensors of all parameters of a unit as one tensor that is as long as the unit's flat parameter. So all parameters of
     the unit must have the same state keys, with state of the same dtype. But the state keys of matrices, which Muon
-    updates, differ from those of the parameters that AdamW updates. For keys that a parameter lacks, zeros are
-    therefore saved, which are discarded on loading.
+    updates, differ from those of the parameters that AdamW updates. Therefore, zeros are saved for keys that a
+    parameter lacks, and discarded on loading.
 """
 
 from __future__ import annotations

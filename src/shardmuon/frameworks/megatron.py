@@ -88,8 +88,8 @@ def get_megatron_optimizer(
         overrides: (pattern, choice) pairs (see `shardmuon.param_groups`). Patterns are matched against the model's
             parameter names without the prefix ``module.`` that wrappers add.
         use_gloo_process_groups: If True, the distributed optimizer gets a gloo group, which some checkpoint formats
-            need. The argument has the same meaning as in Megatron's own function and no effect if `pg_collection` is
-            given.
+            need. The argument has the same meaning as in Megatron's own function, and has no effect if `pg_collection`
+            is given.
         **muon_options: Options of `Muon`, such as ``method`` and ``momentum``. They take precedence over `config`.
 
     Returns:
@@ -286,7 +286,7 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        # Without an explicit value, `param_groups` would choose an lr that depends on the matrices in this pipeline
+        # Set `adamw_lr` explicitly, because its default in `param_groups` depends on the matrices in this pipeline
         # stage.
         adamw_lr=config.lr if adamw_lr is None else adamw_lr,
         weight_decay=config.weight_decay,
@@ -317,7 +317,7 @@ def _routed(
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
             for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
-                with about(name):  # `_flat_shard` raises ValueError if tensor-parallel attributes of `p` are invalid.
+                with about(name):  # `_flat_shard` raises ValueError for invalid tensor-parallel attributes of `p`.
                     _flat_shard(p, 0, None, _tp(groups, expert))
     return out
 
@@ -370,8 +370,8 @@ def _wrapped(
         groups: Megatron's process groups.
         expert: True for the experts' optimizer.
         chunks: Model chunks.
-        shared: Dict from Megatron's name of a process group of the distributed optimizer to the process group. None if
-            there is no distributed optimizer, so that every replica has the complete main weights.
+        shared: Process groups of the distributed optimizer, by Megatron's names. If None, there is no distributed
+            optimizer, and every replica has the complete main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:
@@ -400,11 +400,11 @@ def _wrapped(
         muon.hosts.insert(0, _WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
-        # Megatron's fp32 main weights have requires_grad=False, so `Muon` would treat them as frozen.
+        # Megatron's fp32 main weights have requires_grad=False, so `Muon` would otherwise treat them as frozen.
         param.requires_grad_(True)
         if tp_group is None:
             # Megatron's layers set `tensor_model_parallel` to True even without tensor parallelism, so `Muon` would
-            # mistake the parameter for a shard.
+            # otherwise mistake the parameter for a shard.
             param.tensor_model_parallel = False
     return wrapped
 
@@ -477,7 +477,7 @@ class _ShardHost(_Unfinished):
     Args:
         core: Optimizer whose groups contain shards of all matrices, including empty shards. Parameters of different
             model chunks can have the same name, so a number is appended to repeated names.
-        shards: Dict from model parameter to its fp32 shard, for all parameters of which this rank has elements.
+        shards: Dict from model parameter to its fp32 shard, for all parameters that have elements on this rank.
     """
 
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
@@ -496,22 +496,22 @@ class _ShardHost(_Unfinished):
         self._restore(core)
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict as torch does. In addition, load the state that the variant stores per matrix from the
-        state dict's groups. Collective over all ranks."""
+        """Load a state dict as torch does. In addition, restore the variant's per-matrix state, which is saved in the
+        groups. Collective over all ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().load(core, state_dict)
         for weight in self.weights(core):  # Remove the variant's old state, because Megatron loads into existing state.
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
-            # Copy the state to new tensors on every rank, even if the device is the same. Otherwise, ranks could
-            # disagree on which weight norms a step has already measured.
+            # Always copy. If some ranks loaded a tensor whose weight norms a step has already checked, the ranks would
+            # disagree on which weight norms the next step must check.
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
     def _checked(self, core: Any, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Check the groups of a state dict. Return a tuple of the variant's state, as a dict from parameter name to
-        state per matrix, and the step count.
+        """Check the groups of a state dict. Return the variant's state (a dict from parameter name to the parameter's
+        per-matrix state) and the step count.
 
         Raises:
             ValueError: The groups have different step counts, or state that the variant needs is missing although steps
@@ -551,7 +551,7 @@ class _ShardHost(_Unfinished):
             group["step"] = self._count
 
     def weights(self, core: Any) -> list[Weight]:
-        """List the shards of all matrices, without the parameters that AdamW updates."""
+        """List the shards of all matrices, excluding parameters that AdamW updates."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups
@@ -611,7 +611,7 @@ def _distributed_optimizer(
         base: Megatron's `DistributedOptimizer`.
         muon: Optimizer whose groups contain the model's parameters. This function replaces the parameters with shards.
         *args, **kwargs: Further arguments of `base`.
-        process_group: Process group of all ranks over which the parameters are replicated, including all instances of
+        process_group: Process group of all ranks over which the parameters are replicated, across all instances of
             Megatron's distributed optimizer.
         tp_group: Tensor-parallel group of the parameters; None without tensor parallelism.
     """
@@ -623,7 +623,7 @@ def _distributed_optimizer(
     parts = chain.from_iterable([*wrapped.shard_fp32_groups, *wrapped.shard_fp32_from_float16_groups])
     shards: dict[Tensor, Tensor] = dict(zip(whole, parts, strict=True))
     for part in shards.values():
-        part.requires_grad_(True)  # Megatron's shards have requires_grad=False, so `Muon` would treat them as frozen.
+        part.requires_grad_(True)  # Megatron's shards have requires_grad=False, which `Muon` would treat as frozen.
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
         if group["use_muon"]:  # Groups that AdamW updates keep the shards that Megatron has made.
             group["params"] = []

@@ -13,7 +13,7 @@ is in this file. The package itself is never imported.
     The slices of all ranks together must cover the parameter.
 
 [Note: empty shards]
-    On a rank that stores nothing of a parameter, `grad` stays None. If the ranks that store the parameter have
+    On a rank that stores no part of a parameter, `grad` stays None. If the ranks that store the parameter have
     gradients, such a rank takes part in the step as if it had an empty gradient.
 """
 
@@ -112,7 +112,7 @@ register(_MegatronFSDPCopy())
 
 
 def _place_of(param: Any) -> tuple[Cut, int, int, int]:
-    """Find the position in a parameter of the rows that this rank stores.
+    """Locate the rows that this rank stores within a parameter.
 
     Returns:
         A tuple (cut, num_parts, part, row). `cut` is the dim along which tensor parallelism shards the parameter, with
@@ -192,8 +192,8 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    # `write_items` becomes an attribute of `storage`, so using `storage` in the function would create a reference
-    # cycle.
+    # `write_items` becomes an attribute of `storage`. A reference to `storage` in its body would therefore create a
+    # reference cycle.
     def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
         if not chunk.sizes.numel():
             return []
@@ -214,8 +214,8 @@ def _no_items(fqn: str, tensor: Any) -> list[Any]:
 
 
 class _MegatronFSDPHost(Host):
-    """Integration with those functions of Megatron-FSDP that wrap an optimizer. After wrapping, steps are the same as
-    in a plain training loop."""
+    """Integration with the Megatron-FSDP functions that wrap an optimizer. After wrapping, steps are the same as in a
+    plain training loop."""
 
     packages = _PACKAGES
 
@@ -252,7 +252,7 @@ class _MegatronFSDPHost(Host):
                     offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
                     _mark(_ENGINE.storage(value), offsets)
                 elif type(value) is Tensor:
-                    vars(value).pop("__create_write_items__", None)  # rows can have moved since the last save
+                    vars(value).pop("__create_write_items__", None)  # rows may have moved since the last save
                     if param.numel() and not _ENGINE.storage(param).numel():
                         value.__create_write_items__ = _no_items  # type: ignore[attr-defined]
 

@@ -55,8 +55,8 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         self._post_init(params)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a flat state dict in torchtitan's format, in which each key contains a parameter's name. State that
-        does not exist yet is created, filled with zeros, without taking a step."""
+        """Return a flat state dict in torchtitan's format, in which each key contains a parameter's name. Missing state
+        is created and filled with zeros; no step is taken."""
         result: dict[str, Any] = {}
         for optimizer in self.optimizers:
             optimizer.complete_state()

@@ -1,5 +1,5 @@
-"""Clipping of all gradients by one norm for the whole job, however the parameters are sharded. All ranks get the norm
-with the same bits, or all ranks raise an error.
+"""Clipping of all gradients by one norm for the whole job, however the parameters are sharded. Either all ranks get the
+same norm, bit for bit, or all ranks raise an error.
 
 [Note: who sums with whom]
     All ranks that are connected by shared parameters or by a `process_group` compute one norm together. If several
@@ -8,11 +8,10 @@ with the same bits, or all ranks raise an error.
     For some tensors, this module cannot know whether other ranks have replicas. A plain tensor can be a replica, as
     under DDP, or exist on one rank only. A DTensor on some of the ranks, such as the ranks of one data-parallel axis,
     can have replicas on other ranks (in layers that tensor parallelism does not shard) or none (in experts and pipeline
-    stages). The gradients of such tensors are called loose. Loose gradients are compared by shape: each rank computes
-    the norm of all its loose gradients of one shape together. If ranks with the same position in their sets of ranks
-    have equal norms, these gradients are treated as replicas and count once. Norms of few elements can be equal by
-    chance. So gradients of a shape with few elements are treated as replicas only if the norms of all loose gradients
-    on their sets of ranks are equal as well.
+    stages). The gradients of such tensors are called loose. Each rank computes one norm over all its loose gradients
+    that have the same shape and are shared by the same set of ranks. If ranks that have the same index in their sets
+    compute equal norms, their gradients are treated as replicas and counted once. Norms of few elements can be equal by
+    chance, so for small gradients, the norms of all loose gradients on these sets of ranks must also be equal.
 
     Ranks that share other parameters must have equal loose gradients of plain tensors, because unequal gradients are
     probably replicas that were not averaged. This rule does not apply if all of these ranks are in the `process_group`
@@ -91,7 +90,7 @@ def clip_grad_norm_(
     if isinstance(parameters, SETS):
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
-        # `parameters` can be an iterator. It is converted to a list, because the loop below can read it twice.
+        # `parameters` may be an iterator. It is converted to a list, because the loop below may read it twice.
         parameters = list(parameters)
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
@@ -132,9 +131,8 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """If the code in the `with` block raises an error, set this rank's gradients to None, and raise the error again or
-    raise an ExchangeError whose cause is the error. The gradients are kept if the error is Refused, which all ranks
-    raise.
+    """If the code in the `with` block raises an error, set this rank's gradients to None, and re-raise the error or
+    raise an ExchangeError from it. If the error is Refused, which all ranks raise, keep the gradients.
 
     Other ranks do not learn of a failure after the last communication, and continue with scaled gradients. The next
     step then raises an error on every rank that shares these parameters, because this rank has no gradients.
@@ -221,7 +219,7 @@ class _BoundGradients(Agreed):
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
             given = GroupRef.of(one.group.get("process_group"))
-            # Unless the parameter group's option `process_group` is (), other ranks can have replicas of this
+            # Unless the parameter group's option `process_group` is (), other ranks may have replicas of this
             # parameter.
             if given is None or given.ranks:
                 if len(layout.ranks) < len(table.component):
@@ -238,8 +236,7 @@ class _BoundGradients(Agreed):
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
     """Make the key of cached layouts for a list of parameters: the name, id, options and engine (storage adapter) of
     each parameter, and the engine's summary of the parameter's layout. A new tensor can have the same id as a deleted
-    tensor, but if the whole key is equal, too, both tensors have the same layout, so the cached layouts are valid for
-    the new tensor."""
+    tensor. Cached layouts with an equal key are still valid, because the key determines the layouts."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
@@ -249,8 +246,8 @@ def _counts(layout: ParamLayout) -> bool:
     same part, only the first of these ranks includes it.
 
     Raises:
-        ValueError: This rank stores several pieces of the tensor, and is the first rank that stores some of them but
-            not all.
+        ValueError: This rank stores several pieces of the tensor, and is the first rank for some of these pieces but
+            not for all.
     """
     rank = my_rank()
     first = {layout.keepers[piece][0] == rank for piece in layout.pieces[rank]}
@@ -303,8 +300,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        # Layouts that a call with a different `process_group` cached are invalid, because a different set of ranks took
-        # part in that call.
+        # Layouts cached by a call with a different `process_group` are invalid, because different ranks took part in
+        # that call.
         return found if found is not None and found.beyond == self.beyond else None
 
     def is_current(self, kept: _BoundGradients) -> bool:

@@ -1,2 +1,2 @@
-"""Layouts. The layout of a parameter describes which part of each of its matrices each rank stores. The ranks build a
-table of the layouts of all parameters, which optimizer steps, gradient clipping and checkpoints read."""
+"""Layouts. The layout of a parameter describes which parts of the parameter's matrices each rank stores. The ranks
+build a table of the layouts of all parameters, which optimizer steps, gradient clipping and checkpoints read."""

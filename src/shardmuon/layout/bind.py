@@ -5,7 +5,7 @@ parameter it stores, and all ranks compute the layouts from these reports.
     A component is a set of ranks that are connected, directly or through other ranks, by shared parameters. Its ranks
     build the table in three exchanges:
 
-    1. Each rank inspects its parameters and sends the component the sets of ranks that share them.
+    1. Each rank determines which ranks share its parameters, and sends these sets to all ranks of the component.
     2. Each rank sends its claims, which describe the part of each parameter that it stores, and a digest of the data
        that must be equal on all ranks that share a parameter. The layout of a parameter is a pure function of the
        claims of the ranks that share it.
@@ -81,7 +81,7 @@ class Table:
         layouts: Layout of each parameter.
         sets: Dict from each set of ranks to the indices of the parameters that exactly these ranks share. Small sets
             come first.
-        stamps: Dict from each rank of the component to a text that identifies the rank's hardware and software.
+        stamps: Dict from each rank of the component to a string that identifies the rank's hardware and software.
         token: 16 bytes that identify this table, equal on all ranks of the component. The token is a hash of random
             bytes that the ranks contribute. If two optimizers are otherwise identical, their tokens reveal that ranks
             step them in different orders.
@@ -216,7 +216,7 @@ def bind(
 
     Args:
         listed: This rank's parameters.
-        waiting: Function that returns the name, tensor and group of every parameter for which other ranks can be
+        waiting: Function that returns the name, tensor and group of every parameter for which other ranks may be
             waiting for this rank, including the listed ones. None: the listed parameters.
         beyond: Further sets of ranks that must belong to the component. Each set contains this rank.
         before: Component of the previous table; None: there is no previous table.
@@ -397,7 +397,7 @@ class TableCall(Call[_K]):
         """Return the parameters of this rank whose layouts a new table must contain."""
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        """Return the name, tensor and group of every parameter for which other ranks can be waiting for this rank,
+        """Return the name, tensor and group of every parameter for which other ranks may be waiting for this rank,
         including parameters for which `listed` raises an error."""
         return [(one.name, one.param, one.group) for one in self.listed()]
 
@@ -408,8 +408,8 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete the binding `kept` (the data that later calls reuse) with the messages that `made` returned on all
-        ranks, which are in `everyone`. Store the binding for later calls."""
+        """Complete the binding `kept` (the data that later calls reuse) with `everyone`, the messages that `made`
+        returned on all ranks. Store the binding for later calls."""
 
     def sets(self, fault: Fault) -> list[Ranks]:
         found = _sharers_of(self.waiting, fault).values()

@@ -38,8 +38,8 @@ class Box(NamedTuple):
 
 
 class FlatRange(NamedTuple):
-    """Range [start, stop) of the elements, in row-major order, of a flattened tensor or, if `box` is given, of this box
-    of the tensor after flattening."""
+    """Elements [start, stop) of a tensor, in row-major order. If `box` is given, the elements are counted within this
+    box of the tensor."""
 
     start: int
     stop: int
@@ -68,7 +68,7 @@ class Held(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Ints) -> Held:
-        """Make the piece of a rank that stores a whole tensor, in a storage that has the tensor's shape."""
+        """Make the piece that covers a whole tensor, for a rank whose storage has the tensor's shape."""
         zeros = (0,) * len(shape)
         return cls(Box(zeros, shape), zeros)
 
@@ -213,8 +213,8 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
 
 
 def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
-    """Convert a box of the tensor's index space to boxes of the fine index space, in which the view can split one dim
-    of the tensor in two."""
+    """Convert a box of the tensor's index space to boxes of the fine index space, in which at most one dim of the
+    tensor is split in two."""
     d = view.split_dim
     if d < 0:
         yield span
@@ -225,7 +225,7 @@ def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
 
 
 def _check_partition(shape: Ints, pieces: Iterable[Piece]) -> None:
-    """Raise ValueError if the pieces leave a gap in the tensor, overlap or are out of its bounds. Equal pieces are
+    """Raise ValueError if the pieces leave a gap in the tensor, overlap or extend beyond its bounds. Equal pieces are
     replicas and do not count as overlap.
 
     The edges of all boxes together divide the tensor into cells, and exactly one box must cover each cell. Comparing

@@ -1,4 +1,4 @@
-"""Views, which describe the matrices in a tensor as boxes of the tensor's index space. Integer arithmetic only.
+"""Views, which describe the matrices in a tensor as boxes of the tensor's index space. Pure integer arithmetic.
 
 [Note: the fine index space]
     A plain weight holds one matrix, a stack of experts holds many, a fused projection holds several blocks of rows or
@@ -149,7 +149,7 @@ def matrix_view(
 
 
 def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
-    """Check whether the options of `matrix_view` fit the shape. Return the dim that indexes stored rows: 1 for a stack,
+    """Check that the options of `matrix_view` fit the shape. Return the dim that indexes stored rows: 1 for a stack,
     where dim 0 indexes matrices, otherwise 0."""
     if len(dims) < 2:
         raise ValueError(
@@ -207,8 +207,8 @@ def _blocks_of(
     given: Sequence[int] | int | None,
     split_groups: int,
 ) -> tuple[Ints, int]:
-    """Check whether `split_sizes` and `split_groups` fit the shape. Return the sizes of the blocks in one repeat, and
-    the number of repeats."""
+    """Check that `split_sizes` and `split_groups` fit the shape. Return the sizes of the blocks in one repeat, and the
+    number of repeats."""
     height, what = size_of[split_dim], ("row", "column")[split_dim]
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")

@@ -1,4 +1,4 @@
-"""Engines, which are adapters for the kinds of parameter storage, with one file per kind. An engine describes how a
+"""Engines: adapters for the different kinds of parameter storage, with one file per kind. An engine describes how a
 tensor is placed on the ranks and accesses the part that this rank stores. A tensor that no engine recognizes is treated
 as a plain tensor. An engine for a single framework is defined and registered in the folder of that framework.
 """

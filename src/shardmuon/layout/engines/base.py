@@ -149,7 +149,7 @@ class Engine:
         `process_group` also joins the replicas of a part, the second field is `super().ties(param, group).mates`. A
         subclass whose group cuts the tensor at arbitrary elements, so that each rank's claim states the position of its
         part, returns `Ties((my_rank(),), <ranks of the group>)`. If ranks return different groups for the same tensor,
-        some of them wait until the time-out, since no rank can detect the difference alone.
+        some of them wait until the timeout, because no rank can detect the difference alone.
         """
         return Ties((my_rank(),), _mates_of(group))
 
@@ -285,7 +285,7 @@ class Engine:
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
         """Return this rank's part of a state tensor that was made by `kept_zeros` or restored from a checkpoint. If the
-        tensor is invalid, return a text that describes the error instead."""
+        tensor is invalid, return a description of the error instead."""
         if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
             return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
         if not same_storage(tuple(value.shape), shape):
@@ -300,7 +300,7 @@ _ENGINES = [_PLAIN]
 
 
 def register(engine: Engine) -> None:
-    """Register an engine (storage adapter). For each tensor, the new engine is asked before all engines that were
+    """Register an engine (storage adapter). For each tensor, the new engine is tried before all engines that were
     registered earlier, so it must recognize only the kind of tensor that it handles."""
     _ENGINES.insert(0, engine)
 

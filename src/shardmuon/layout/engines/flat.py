@@ -34,8 +34,8 @@ class FlatShard:
             itself.
         kind: Name of this kind of shard for error messages, in words that users know.
         tp_group: The tensor-parallel group, or the group of ranks that store replicas of this shard (FSDP1's
-            HYBRID_SHARD); None if there is none. `group` then consists of ranks that have the same index in their
-            groups.
+            HYBRID_SHARD); None if there is none. If there is one, all ranks of `group` have the same index in their own
+            `tp_group`.
         cut: Cut of the tensor into equal parts over `tp_group`. None: every rank of `tp_group` has the whole tensor.
         home: Accelerator from which the shard was offloaded to the CPU; None: the shard is not offloaded.
 
