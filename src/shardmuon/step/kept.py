@@ -2,10 +2,10 @@
 is the state of the stages of variants such as NorMuon ([Note: state of stages] in variants.py).
 
 [Note: carried state]
-    FSDP1 and DeepSpeed can save only state tensors that are as long as their flat parameters, and state that Adam also
-    has. Stage state meets neither condition, but it is small and equal on every rank, and both frameworks save and load
-    the options of groups unchanged. Therefore a saved group contains the stage state under the key `CARRIED`. In the
-    groups of an optimizer, this key can exist only between loading and the next step.
+    FSDP1 can save only state tensors that are as long as its flat parameters, and DeepSpeed's universal checkpoints can
+    contain only Adam's state. Stage state meets neither condition, but it is small and equal on every rank, and both
+    frameworks save and load the options of groups unchanged. Therefore a saved group contains the stage state under the
+    key `CARRIED`. In the groups of an optimizer, this key can exist only between loading and the next step.
 """
 
 from __future__ import annotations
