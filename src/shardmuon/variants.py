@@ -183,7 +183,8 @@ class Stage:
         return f"{type(self).__name__}()"
 
     def num_kept(self, rows: int, cols: int) -> int:
-        """Return the number of fp32 values that the stage stores for a matrix of this shape; 0 without state."""
+        """Return the number of fp32 values that the stage stores for a matrix of this shape; 0 if the stage has no
+        state."""
         return 1 if self.key else 0
 
 
@@ -452,7 +453,7 @@ VARIANTS: dict[str, Stages] = {
     "muon_eq": (MuonEq(),),
     "normuon": (NorMuon(),),
     "hyperball": (HyperballUpdate(), HyperballWeight()),
-    "cautious": (),  # `apply_` in step/update.py implements the cautious weight decay
+    "cautious": (),  # `apply_` in step/update.py implements cautious weight decay
 }
 
 # Keys of the optimizer's state under which the stages of Muon variants store tensors, without duplicates.

@@ -438,7 +438,7 @@ def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) ->
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
         role = placed.role(shape)
-    # users can set the attribute `use_muon` on parameters, and so does DeepSpeed
+    # the user or DeepSpeed may have set the attribute `use_muon` of the parameter
     settled = given.get("use_muon", getattr(param, "use_muon", None))
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")

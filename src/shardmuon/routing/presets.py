@@ -31,7 +31,7 @@ _Kind = Literal[
     "embedding",
     "router",  # one matrix that assigns tokens to experts and has one row per expert
     "norm",
-    "entries",  # a parameter that is not a linear map: a vector, a table, rates or the biases of experts
+    "entries",  # not a linear map: a vector, a lookup table, decay rates or the biases of experts
     "broadcast",  # shape (1, M, N): either a table or a stack of one expert
     "pairs",  # last dim of size 2, as in complex numbers stored as pairs of real numbers
     "unclear",  # the shape is known, but it is unclear how to read the parameter as matrices

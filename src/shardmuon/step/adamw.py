@@ -89,9 +89,9 @@ def _completed(
     state: MutableMapping[Tensor, dict[str, Any]],
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
-    """Return a row (local tensors) for each parameter of a group that takes part in the step, and create missing state.
-    A parameter takes part if it has a gradient, or if its gradient is missing only because this rank stores no elements
-    of the parameter. Collective if a gradient must be redistributed to its parameter's layout."""
+    """Create missing state, and return a row (local tensors) for every participating parameter of a group. A parameter
+    participates if it has a gradient, or if its gradient is missing only because this rank stores no elements of the
+    parameter. Collective if a gradient must be redistributed to its parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
     stepped = engines() | set(map(engine_of, others))  # engines (storage adapters) of all parameters with a gradient
     found: list[Row] = []

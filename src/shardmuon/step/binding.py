@@ -191,7 +191,7 @@ class Offer:
                 with about(name):
                     if settings is None:
                         UnitPlace.refuse_flat(p)
-                    # frozen parameters that have a gradient are listed, too
+                    # `listed` includes frozen parameters that have a gradient
                     elif p.requires_grad or p.grad is not None:
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))

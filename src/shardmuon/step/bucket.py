@@ -172,7 +172,7 @@ class Buckets:
     Attributes:
         bounds: The buckets, without the parameters in `missing`, in the plan's order.
         order: The order of the buckets' operations (see `shardmuon.price.clock.turns`).
-        moves: True if any bucket needs an exchange, so that other ranks can be waiting for this rank.
+        moves: True if any bucket needs an exchange, in which other ranks may wait for this rank.
     """
 
     def __init__(
@@ -255,8 +255,8 @@ def _results(
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
-    """Copy the blocks of elements that `copies` lists from the buffer `here` to the buffer `there`, or in the opposite
-    direction if `back` is True."""
+    """Copy the blocks of elements described by `copies` from the buffer `here` to the buffer `there`, or in the
+    opposite direction if `back` is True."""
     for copy in copies:
         one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
         other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)

@@ -353,10 +353,9 @@ def momentum_(
 
 
 def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """On a CPU, split tensors into slabs that fit in the cache, and yield for each slab one list per column. On other
-    devices, yield the lists unchanged. Tensors at the same index of the lists must have the same shape. Only lists of
-    one tensor are split, because `Side.portions` has already limited the size of longer lists.
-    """
+    """On a CPU, split the tensors in several lists into slabs that fit in the cache, and yield the lists of each slab.
+    On other devices, yield the lists unchanged. Tensors at the same index must have the same shape. Only lists of one
+    tensor are split, because `Side.portions` has already limited the size of longer lists."""
     first = columns[0][0]
     if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= _PORTION:
         yield columns
