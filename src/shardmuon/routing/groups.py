@@ -446,8 +446,8 @@ def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) ->
 
 
 def _check_usable(w: _RoutedParam) -> None:
-    """Raise ValueError if it is not known which matrices a parameter contains and the user has not assigned the
-    parameter to AdamW, or if an override sets options that the parameter's optimizer does not have."""
+    """Raise ValueError if a parameter's matrices are unknown and the user has not assigned it to AdamW, or if an
+    override sets options that its optimizer does not have."""
     unclear = w.role.kind == "unclear"
     says_how = unclear and w.settled and "view" in w.rule.options
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:

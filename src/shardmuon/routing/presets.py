@@ -89,8 +89,8 @@ class Role:
                     if preset.kind in ("matrices", "linear"):
                         matrix_view(shape, **view)
                 except (AttributeError, LookupError, TypeError, ValueError):
-                    # An error in the preset's `view` function or in `matrix_view` means that the module is another
-                    # version of the type, or an unrelated class with the same name.
+                    # An error in the preset's `view` function or in `matrix_view` means that the module's class comes
+                    # from a different version of the library, or is an unrelated class with the same name.
                     continue
                 inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
                 return cls(preset.kind, preset.what, view, inputs, preset.decays)

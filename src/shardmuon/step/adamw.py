@@ -111,7 +111,7 @@ def _completed(
 
 
 def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
-    """If `step`, `exp_avg` or `exp_avg_sq` is missing, create all three, as torch.optim.AdamW does. The moments have
+    """Create `step`, `exp_avg` and `exp_avg_sq`, as torch.optim.AdamW does, unless all three exist. The moments have
     the parameter's layout.
 
     Delete Muon's momentum and the state of variants (such as NorMuon), which would be stale if the parameter returned

@@ -139,8 +139,8 @@ class Binding(Agreed):
 
     @property
     def num_lacking(self) -> dict[Ranks, int]:
-        """For each set of ranks that share parameters, the number of these parameters whose gradient can be missing on
-        some of the ranks (`lacking`)."""
+        """Number of parameters whose gradient can be missing on some ranks (`lacking`), for each set of ranks that
+        share parameters."""
         found = {ranks: len(self.lacking.intersection(numbers)) for ranks, numbers in self.table.sets.items()}
         return {ranks: count for ranks, count in found.items() if count}
 

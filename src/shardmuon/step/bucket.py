@@ -107,8 +107,8 @@ class Bound:
         self,
         work: Work,
         watch: FiniteWatch | None,
-        # `exchange` takes the send buffer, the numbers of elements to send to each rank, and the numbers of elements to
-        # receive from each rank. It starts the exchange and returns a handle.
+        # `exchange` takes the send buffer, the number of elements to send to each rank, and the number to receive from
+        # each rank. It starts the exchange and returns a handle.
         exchange: Callable[[Tensor, Ints, Ints], Pending],
     ) -> Iterator[None]:
         """Run one bucket (a set of matrices that are exchanged together). The generator yields while each exchange is
@@ -238,8 +238,8 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    # 1-D receive buffer of the scatter (the exchange that returns results). It is passed only to make the send buffer
-    # of the relay, which forwards these results.
+    # 1-D receive buffer of the scatter (the exchange that returns results), from which the relay forwards results.
+    # None: make the send buffer of the scatter.
     came: Tensor | None = None,
 ) -> Tensor:
     """Make this rank's 1-D send buffer for the scatter (the exchange that returns results) or the relay (which sends
@@ -265,8 +265,8 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
 
 
 def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
-    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches. Also run the stages that a
-    Muon variant (such as NorMuon) adds before and after the orthogonalization ([Note: stages] in variants.py)."""
+    """Orthogonalize the matrices that this rank owns, in place in the buffer `batches`. Also run the stages that a Muon
+    variant (such as NorMuon) adds before and after the orthogonalization ([Note: stages] in variants.py)."""
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
@@ -296,8 +296,8 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
 
 def _run_before(
     stages: Stages,
-    # A batch of matrices, of shape (B, rows, cols) and in the dtype in which matrices are exchanged, which may be
-    # overwritten. Each matrix starts at a multiple of 64 bytes.
+    # Batch of matrices, (B, rows, cols), in the dtype in which matrices are exchanged; may be overwritten. Each matrix
+    # starts at a multiple of 64 bytes.
     x: Tensor,
     products: torch.dtype,  # dtype of the matrix products in the orthogonalization
 ) -> tuple[Tensor, bool]:

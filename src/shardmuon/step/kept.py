@@ -35,9 +35,8 @@ def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any
 
 
 def carry_by_position(saved: Mapping[str, Any]) -> None:
-    """Move stage state (the state of variants such as NorMuon) within a state dict, in place, from the entry "state" to
-    the parameter groups. A group contains the stage state of each of its parameters under the parameter's position in
-    the group."""
+    """Move stage state (the state of variants such as NorMuon) from the entry "state" of a state dict to its parameter
+    groups, in place. Each group stores its parameters' stage state by their position in the group."""
     state = saved["state"]
     for packed in saved["param_groups"]:
         states: dict[str, Mapping[str, Any]] = {}

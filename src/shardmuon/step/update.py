@@ -280,8 +280,8 @@ class KeptSide:
         self._side = Side([load._replace(param=at) for at, load in enumerate(loads)], views, [()] * len(loads))
 
     def of(self, stored: _Stored) -> list[Tensor]:
-        """For each matrix, make a 1-D fp32 view of its stage state (the state of a Muon variant's post-processing
-        stages) in this rank's state tensors."""
+        """Make a 1-D fp32 view of each matrix's stage state (the state of a Muon variant's post-processing stages) in
+        this rank's state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
@@ -353,8 +353,8 @@ def momentum_(
 
 
 def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """On a CPU, split the tensors in several lists into slabs that fit in the cache, and yield the lists of each slab.
-    On other devices, yield the lists unchanged. Tensors at the same index must have the same shape. Only lists of one
+    """Split the tensors in several lists into slabs that fit in a CPU's cache, and yield the lists of each slab. On
+    other devices, yield the lists unchanged. Tensors at the same index must have the same shape. Only lists of one
     tensor are split, because `Side.portions` has already limited the size of longer lists."""
     first = columns[0][0]
     if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= _PORTION:
@@ -418,7 +418,7 @@ def apply_(
 
 def _decay_agreeing_(
     weight: Tensor,  # view of weights on this rank, updated in place
-    agreement: Tensor,  # tensor of the shape of `weight` that is positive where weight and update have the same sign
+    agreement: Tensor,  # same shape as `weight`; positive where weight and update have the same sign
     factor: float,
 ) -> None:
     """Multiply elements of `weight` by `factor` where `agreement` is positive. All other elements stay unchanged, even

@@ -77,9 +77,9 @@ class Proposal(Work):
                 self.fresh.pop(number, None)
 
     def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
-        """For each set of ranks that must update the same parameters in the same way, compute a digest of the values
-        that must be equal on these ranks in this step. `due` describes the audit of this step (its comparison with an
-        unsharded reference); "" if the step is not audited."""
+        """Compute a digest of the values that must be equal in this step, for each set of ranks that must update the
+        same parameters in the same way. `due` describes the audit of this step (its comparison with an unsharded
+        reference); "" if the step is not audited."""
         found = {}
         for ranks, numbers in binding.alike.items():
             if len(ranks) > 1:
@@ -289,8 +289,8 @@ def _stored_kept(
 
 
 def _check_writable(what: str, tensor: Tensor) -> None:
-    """Raise ValueError if several elements of a tensor share memory, as in an expanded view, to which torch cannot
-    write in place."""
+    """Raise ValueError if several elements of a tensor share memory, as in an expanded view, because torch cannot write
+    to such a tensor in place."""
     stride = tensor.stride()
     if any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
         raise ValueError(
