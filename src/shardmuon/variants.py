@@ -76,9 +76,9 @@ class Norms:
 
     Lines are the rows of a matrix with rows >= cols, else its columns. A tensor of norms has one number per matrix,
     with shape (B, 1), or one number per line, with shape (B, P). P is the number of lines plus padding, so that the
-    numbers of each matrix start at a multiple of 64 bytes: if memory is not aligned, kernels sum in another order. The
-    padding is uninitialized. Except for sums, all operations on these numbers are elementwise and round in the same way
-    at any position in a vector.
+    numbers of each matrix start at a multiple of 64 bytes: if memory is not aligned, kernels sum in a different order.
+    The padding is uninitialized. Except for sums, all operations on these numbers are elementwise and round in the same
+    way at any position in a vector.
 
     Args:
         x: The matrices, (B, rows, cols), unchanged. Each matrix is summed separately, so that the bits of its norm do
@@ -170,7 +170,8 @@ class Stage:
 
     Attributes:
         key: Key of the stage's state in the optimizer's state; "" for a stage without state.
-        travels: True if the owner of a matrix changes the state and sends it to every other rank that stores it.
+        travels: True if the owner of a matrix changes the state and sends it to all other ranks that share the
+            parameter.
         decays: False if the stage cancels the effect of weight decay, so that it cannot be combined with weight decay.
     """
 
@@ -182,7 +183,8 @@ class Stage:
         return f"{type(self).__name__}()"
 
     def num_kept(self, rows: int, cols: int) -> int:
-        """Return the number of fp32 values that the stage stores for a matrix of this shape; 0 without state."""
+        """Return the number of fp32 values that the stage stores for a matrix of this shape; 0 if the stage has no
+        state."""
         return 1 if self.key else 0
 
 
@@ -288,9 +290,9 @@ class WeightStage(Stage):
 
 # --------------------------------------------------------------------------------------------------------------- MuonEq
 
-# Bounds between which fp32 computes the norm of a row accurately. Squares of elements that underflow are below 2^-126,
-# so 2^20 of them add up to less than 2^-106, which is less than 2^-26 of a squared norm above 2^-80. Squared norms
-# below the upper bound, 2^80, are far from overflow.
+# Range in which row norms computed in fp32 are accurate. Norms above the lower bound have squares above 2^-80. Squares
+# of elements that underflow are below 2^-126, so 2^20 of them add up to less than 2^-106, which is less than 2^-26 of
+# such a squared norm. Squares of norms below the upper bound are below 2^80, far from overflow.
 _LOW, _HIGH = 2.0**-40, 2.0**40
 
 
@@ -328,8 +330,8 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x.div_(_power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
-    # The norms of each matrix must start at a multiple of 64 bytes: they are summed below, and kernels sum in another
-    # order if memory is not aligned. The padding is uninitialized.
+    # The norms of each matrix must start at a multiple of 64 bytes: they are summed below, and kernels sum in a
+    # different order if memory is not aligned. The padding is uninitialized.
     count, rows = x.shape[:2]
     room = _aligned_rows(count, rows, x).unsqueeze(-1)
     norms = room.narrow(1, 0, rows)  # shape (B, m, 1); a norm is 0 only for a row of zeros
@@ -451,7 +453,7 @@ VARIANTS: dict[str, Stages] = {
     "muon_eq": (MuonEq(),),
     "normuon": (NorMuon(),),
     "hyperball": (HyperballUpdate(), HyperballWeight()),
-    "cautious": (),  # `apply_` in step/update.py implements the cautious weight decay
+    "cautious": (),  # `apply_` in step/update.py implements cautious weight decay
 }
 
 # Keys of the optimizer's state under which the stages of Muon variants store tensors, without duplicates.

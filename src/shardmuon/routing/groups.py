@@ -1,4 +1,5 @@
-"""Routing: `param_groups(model)` returns the optimizer's groups, and a table with the reason for each parameter.
+"""Routing: `param_groups(model)` returns parameter groups for Muon and AdamW, and a table with the reason for each
+choice.
 
 Routing depends on what a parameter is (roles.py). A second pass over all parameters uses their positions in the model
 to find output heads and experts. Routing never depends on a name alone. Users can correct it with overrides. The
@@ -16,10 +17,10 @@ without communication, whether the model is already sharded or not.
        `get_input_embeddings()` names embeddings, only these count, because tables of positions or token types are not
        vocabularies. Within a repeated block, this rule applies only to the block's last matrix: in a byte-level model
        with 256 vocabulary entries, 4 key-value heads of 64 features have 256 rows as well.
-    3. If the model names no head and rules 1 and 2 find none, V can also be a width of the model, such as 256 in a
-       byte-level model of width 256. The head is then the last linear layer with V rows outside of the repeated blocks.
-       If no such layer exists, the model counts as a classifier with any number of labels: the head is the linear layer
-       that is the model's last module, provided that this module comes after repeated blocks.
+    3. If the model names no head and rules 1 and 2 find none, V may itself be a width of the model, such as 256 in a
+       byte-level model of width 256. The head is then the last linear layer with V rows outside the repeated blocks.
+       If there is no such layer, the model is treated as a classifier: if its last module is a linear layer that comes
+       after repeated blocks, this layer is the head, whatever its number of rows.
     If a choice may be wrong, a warning states the choice and the override that confirms or corrects the choice.
 """
 
@@ -301,8 +302,8 @@ class Rule(NamedTuple):
     options: Mapping[str, Any]
 
     def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
-        """True if the override's pattern matches a parameter in any of its places in the model. A shared parameter has
-        several places."""
+        """True if the override's pattern matches a parameter at any of its places in the model (a shared parameter has
+        several)."""
         return any(self.fits(place.name, param, place.module) for place in places)
 
     def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
@@ -348,11 +349,11 @@ class Rule(NamedTuple):
 
 @dataclass(eq=False)
 class _RoutedParam:
-    """A parameter and the choice of its optimizer. The routing functions fill in the fields one after the other.
+    """A parameter and the optimizer chosen for it. The routing functions fill in the fields step by step.
 
     Attributes:
         param, places, shape, role: The parameter, its places in the model, its global shape and its role.
-        rule: The override that applies; a rule without label and options if none matches.
+        rule: The override that applies; an empty rule if no override matches.
         settled: The user's choice of `use_muon`, made by an override or through the attribute `p.use_muon`; None if the
             user made no choice.
         use_muon, reason: True for Muon or False for AdamW, and the reason for the choice.
@@ -419,7 +420,8 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
 
 
 def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) -> _RoutedParam:
-    """Determine a parameter's role, and the override or the attribute `use_muon` that applies to the parameter."""
+    """Determine a parameter's role, and whether the user has chosen its optimizer by an override or the attribute
+    `use_muon`."""
     param, places = placed
     name = places[0].name
     rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
@@ -436,7 +438,7 @@ def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) ->
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
         role = placed.role(shape)
-    # users can set the attribute `use_muon` on parameters, and so does DeepSpeed
+    # the user or DeepSpeed may have set the attribute `use_muon` of the parameter
     settled = given.get("use_muon", getattr(param, "use_muon", None))
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
@@ -444,8 +446,8 @@ def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) ->
 
 
 def _check_usable(w: _RoutedParam) -> None:
-    """Raise ValueError if it is unknown how to read a parameter as matrices, or if an override sets an option of Muon
-    for an AdamW parameter or an option of AdamW for a Muon parameter."""
+    """Raise ValueError if a parameter's matrices are unknown and the user has not assigned it to AdamW, or if an
+    override sets options that its optimizer does not have."""
     unclear = w.role.kind == "unclear"
     says_how = unclear and w.settled and "view" in w.rule.options
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
@@ -556,7 +558,7 @@ def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
         for hook in hooks:
             try:
                 answer: Any = getattr(module, hook)()
-            # Skip a module whose method named in `hooks` is missing, abstract or has required arguments.
+            # Skip modules whose method `hook` is missing, is abstract or has required arguments.
             except (NotImplementedError, AttributeError, TypeError):
                 continue
             for part in answer if isinstance(answer, (tuple, list)) else [answer]:
@@ -630,9 +632,9 @@ def _find_experts(weights: Sequence[_RoutedParam]) -> dict[str, str]:
     layers (unlike a list of transformer blocks, which also have norms).
 
     Returns:
-        A dict from parameter name to reason. It contains stacks that were recognized only by their shape and that a
-        router confirms to be experts. To confirm the stacks of a module, the code looks at the first stack in which one
-        of the two matrix dims equals the router's input width: this dim must be the last one, which indexes inputs.
+        A dict from the name of each confirmed stack of experts to the reason. It contains only stacks that were
+        recognized solely by their shape. The stacks of a module are confirmed together: in the first stack in which a
+        matrix dim equals the router's input width, this dim must be the last one, which indexes inputs.
     """
     stacks: dict[nn.Module, list[_RoutedParam]] = {}
     for w in weights:

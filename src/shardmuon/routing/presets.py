@@ -31,9 +31,9 @@ _Kind = Literal[
     "embedding",
     "router",  # one matrix that assigns tokens to experts and has one row per expert
     "norm",
-    "entries",  # a parameter that is not a linear map: a vector, a table, rates or the biases of experts
+    "entries",  # not a linear map: a vector, a lookup table, decay rates or the biases of experts
     "broadcast",  # shape (1, M, N): either a table or a stack of one expert
-    "pairs",  # the last dim is 2, as if complex numbers were stored as pairs of real numbers
+    "pairs",  # last dim of size 2, as in complex numbers stored as pairs of real numbers
     "unclear",  # the shape is known, but it is unclear how to read the parameter as matrices
     "unknown",  # the parameter's unsharded shape cannot be determined
 ]
@@ -47,8 +47,8 @@ class Role:
         kind: "linear", "embedding", "norm" etc. (see `_Kind`).
         reason: Reason for the assignment to Muon or AdamW, as shown in the routing table. For the kinds "unclear" and
             "unknown", an error text that describes the problem and its solution.
-        view: Options of `matrix_view` that read the parameter as matrices. Parameters that are assigned to AdamW by
-            default can have such options as well, because the user can assign them to Muon.
+        view: Options with which `matrix_view` divides the parameter into matrices. Parameters that go to AdamW by
+            default can have them too, because the user can assign these parameters to Muon.
         reads: Sizes of a layer's input dims, or the width of a norm or an embedding; empty if unknown.
         decays: True if AdamW applies weight decay to the parameter, provided that the parameter is not 1-D.
         remark: Addition to the reason, such as a "fused?" hint, for parameters that are assigned to Muon by default.
@@ -89,8 +89,8 @@ class Role:
                     if preset.kind in ("matrices", "linear"):
                         matrix_view(shape, **view)
                 except (AttributeError, LookupError, TypeError, ValueError):
-                    # An error in the preset's `view` function or in `matrix_view` means that the module is another
-                    # version of the type, or an unrelated class with the same name.
+                    # An error in the preset's `view` function or in `matrix_view` means that the module's class comes
+                    # from a different version of the library, or is an unrelated class with the same name.
                     continue
                 inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
                 return cls(preset.kind, preset.what, view, inputs, preset.decays)
@@ -106,8 +106,9 @@ class _Preset:
         weight: Glob for the parameter's name relative to the module.
         what: Reason shown in the routing table.
         view: Function that returns the options of `matrix_view`. Its arguments are the module and the weight's global
-            shape, because the parameter itself may be a placeholder. If the function raises an error, or if the sizes
-            do not fit the weight, the entry is skipped, since the module must be an unrelated class with the same name.
+            shape, because the parameter itself may be a placeholder. If the function raises an error or the sizes do
+            not fit the weight, the entry is skipped, since the module must belong to an unrelated class with the same
+            name.
         kind: "matrices", "entries" etc. (see `_Kind`).
         decays: True if AdamW applies weight decay.
         has: Names of attributes that the module must have in addition to the type.

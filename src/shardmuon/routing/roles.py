@@ -216,8 +216,8 @@ def _convolution(place: Place, shape: Ints) -> Role:
 
     The kernel of a transposed convolution has the shape (in, out/groups, k...). Flattened, it is the transpose of the
     matrix that maps the features at one position to the output patch. Orthogonalization commutes with transposition, so
-    the only change is in learning-rate scales that distinguish rows from columns. Users who need the original scales
-    can set `transposed=True`.
+    only learning-rate scales that distinguish rows from columns are affected. Set `transposed=True` to get the scales
+    of the untransposed matrix.
     """
     module: Any = place.module
     groups: int = module.groups

@@ -32,8 +32,8 @@ from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # largest size in bytes of the vectors in torch's fused AdamW kernel for CPUs (AVX512; torch 2.11 .. 2.13)
-# Threshold for tensors whose size is not a multiple of the CPU kernel's vector size. If such a tensor has fewer
-# elements than the threshold, the whole tensor is copied to a padded buffer, otherwise only its last elements.
+# Threshold for tensors whose size is not a multiple of the CPU kernel's vector size. A tensor with fewer elements than
+# the threshold is copied to a padded buffer as a whole; of a larger tensor, only the last elements are copied.
 _SMALL = 1 << 14
 
 
@@ -52,8 +52,8 @@ def step_adamw(
     state: MutableMapping[Tensor, dict[str, Any]],  # optimizer state of each parameter; missing state is created
     # Function that returns the engines (storage adapters) of all Muon parameters with gradients.
     engines: Callable[[], set[Engine]],
-    # Dict from the index of an AdamW group to one row per parameter, which contains the parameter's local tensors. A
-    # row is None if these tensors are not known yet.
+    # Dict from the index of an AdamW group to one row of local tensors per parameter. A row is None if its tensors are
+    # not known yet.
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),
 ) -> None:
     """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a
@@ -73,12 +73,12 @@ def step_adamw(
                 step += 1
                 continue
             device = param.device
-            # a step count that was just created or loaded can be on another device than the weight
+            # a step count that was just created or loaded may not be on the weight's device
             if step.device != device:
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
             of_devices.setdefault(device, []).append(row)
         for device, alike in of_devices.items():
-            # parameter groups that frameworks make can lack AdamW's options
+            # parameter groups made by frameworks may lack AdamW's options
             _update_(alike, {**ADAMW_DEFAULTS, **group}, device)
 
 
@@ -89,9 +89,9 @@ def _completed(
     state: MutableMapping[Tensor, dict[str, Any]],
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
-    """Return a row (local tensors) for each parameter of a group that takes part in the step, and create missing state.
-    A parameter takes part if it has a gradient, or if its gradient is missing only because this rank stores no elements
-    of the parameter. Collective if a gradient must be redistributed to its parameter's layout."""
+    """Create missing state, and return a row (local tensors) for every participating parameter of a group. A parameter
+    participates if it has a gradient, or if its gradient is missing only because this rank stores no elements of the
+    parameter. Collective if a gradient must be redistributed to its parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
     stepped = engines() | set(map(engine_of, others))  # engines (storage adapters) of all parameters with a gradient
     found: list[Row] = []
@@ -111,7 +111,7 @@ def _completed(
 
 
 def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
-    """Create `step`, `exp_avg` and `exp_avg_sq`, if any of them is missing, as torch.optim.AdamW does. The moments have
+    """Create `step`, `exp_avg` and `exp_avg_sq`, as torch.optim.AdamW does, unless all three exist. The moments have
     the parameter's layout.
 
     Delete Muon's momentum and the state of variants (such as NorMuon), which would be stale if the parameter returned

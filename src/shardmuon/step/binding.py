@@ -1,6 +1,6 @@
-"""Bindings. A binding is a plan together with this rank's parameters, cached until parameters, layouts or options
-change. This module also makes specs, the descriptions of parameters from which plans are made, both for optimizers and
-for the command `shardmuon plan`, which runs in a single process.
+"""Bindings. A binding is a plan (which rank orthogonalizes which matrix) with this rank's parameters, cached until
+parameters, layouts or options change. This module also makes specs, the descriptions of parameters from which plans are
+made, both for optimizers and for the command `shardmuon plan`, which runs in a single process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardmuon.variants import Stage, WeightStage, keeping
 
 
 class Member(NamedTuple):
-    """A Muon parameter of a plan.
+    """One of the parameters that a plan covers.
 
     Attributes:
         param: The tensor.
@@ -139,8 +139,8 @@ class Binding(Agreed):
 
     @property
     def num_lacking(self) -> dict[Ranks, int]:
-        """For each set of ranks that share parameters, the number of these parameters whose gradient can be missing on
-        some of the ranks (`lacking`)."""
+        """Number of parameters whose gradient can be missing on some ranks (`lacking`), for each set of ranks that
+        share parameters."""
         found = {ranks: len(self.lacking.intersection(numbers)) for ranks, numbers in self.table.sets.items()}
         return {ranks: count for ranks, count in found.items() if count}
 
@@ -173,9 +173,9 @@ class Offer:
         ns_device: Device on which this rank orthogonalizes matrices: the accelerator if parameters are offloaded to the
             CPU, else None, which stands for the parameters' own device.
         listed: This rank's parameters that Muon updates.
-        stamp: Text that lists the properties of this machine on which the bits of matrix products depend.
-        refs: Dict from a set of ranks to a process group of exactly these ranks that belongs to a parameter or to its
-            options. If there are several such groups, the group with the alphabetically first name is used.
+        stamp: Text that lists the properties of this machine that affect the bits of matrix products.
+        refs: Dict from a set of ranks to a process group of exactly these ranks, found in a parameter or its options.
+            If there are several such groups, the dict contains the one whose name comes first alphabetically.
     """
 
     def __init__(
@@ -191,14 +191,14 @@ class Offer:
                 with about(name):
                     if settings is None:
                         UnitPlace.refuse_flat(p)
-                    # frozen parameters that have a gradient are listed, too
+                    # `listed` includes frozen parameters that have a gradient
                     elif p.requires_grad or p.grad is not None:
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
                         self._add_refs(map(GroupRef.of, engine_for(p, group).groups(p, group)))
         where = self.ns_device or (self.listed[0].param.device if self.listed else torch.device("cpu"))
-        # The stamp, a text that describes this machine, contains torch's global precision flags only if the method is
-        # "torch", because only the results of this method depend on the flags.
+        # The stamp, a text that describes this machine, contains torch's global precision flags only if matrices are
+        # orthogonalized by the method "torch", because no other method's results depend on the flags.
         self.stamp = machine_stamp(where, flags=config.method == "torch")
 
     def _products(self, param: Tensor) -> torch.dtype:
@@ -213,8 +213,8 @@ class Offer:
                 self.refs[ref.ranks] = min(self.refs.get(ref.ranks, ref), ref, key=lambda one: one.group_name)
 
     def bind(self, rank: int, table: Table) -> Binding:
-        """Make a `Binding`: a plan for the parameters of a layout table, with this rank's parameters. The table covers
-        the parameters in the `listed` attribute of every rank."""
+        """Make a plan for the parameters in a layout table, and return it with this rank's parameters as a `Binding`.
+        The ranks built the table from their `listed` parameters."""
         of_group = {id(group): number for number, group in enumerate(self._groups)}
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -269,7 +269,7 @@ def make_spec(
     doubles: bool,
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
-    """Make the `Spec` of one parameter, which is the description of a parameter that the planner takes.
+    """Make the `Spec` of one parameter, which is the planner's input.
 
     Args:
         name: Name of the parameter in messages.
@@ -307,7 +307,7 @@ def fingerprint(storage: Tensor) -> int:
     +1, -1, -1 and +1 ulp in neighboring elements cancel in any function that is linear in word and position.
     """
     flat = storage.detach().reshape(-1)
-    # `cat` pads the tensor to whole 8-byte words and copies it to aligned memory, as the view as int64 requires
+    # `cat` pads the tensor to whole 8-byte words and copies it to aligned memory, as required for viewing it as int64
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # on CPUs, a chunk of this many words fits in the cache

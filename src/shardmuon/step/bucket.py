@@ -3,8 +3,8 @@ a set of matrices that are exchanged together. While one bucket is orthogonalize
 
 `Buckets.run` interleaves all buckets. `Bound.run` runs one bucket: it gathers whole matrices on the ranks that
 orthogonalize them (their owners), orthogonalizes the matrices, scatters the results, and relays the results to ranks
-with further replicas. The caller passes a function that runs the exchanges, so that real and simulated ranks execute
-the same code.
+with additional replicas of the weights. The caller passes a function that runs the exchanges, so that real and
+simulated ranks execute the same code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Bound:
     """The program of one bucket (this rank's copies and exchanges), with the tiles that the program reads and writes. A
     tile is a part of a matrix in this rank's local storage. A program has up to three exchanges: the gather collects
     whole matrices on the ranks that orthogonalize them, the scatter returns the results, and the relay sends the
-    results to ranks with further replicas. Objects are cached between steps and hold no tensors.
+    results to ranks with additional replicas of the weights. Objects are cached between steps and hold no tensors.
 
     Args:
         plan: Plan that contains the bucket.
@@ -107,8 +107,8 @@ class Bound:
         self,
         work: Work,
         watch: FiniteWatch | None,
-        # `exchange` takes the send buffer, the numbers of elements to send to each rank, and the numbers of elements to
-        # receive from each rank. It starts the exchange and returns a handle.
+        # `exchange` takes the send buffer, the number of elements to send to each rank, and the number to receive from
+        # each rank. It starts the exchange and returns a handle.
         exchange: Callable[[Tensor, Ints, Ints], Pending],
     ) -> Iterator[None]:
         """Run one bucket (a set of matrices that are exchanged together). The generator yields while each exchange is
@@ -172,7 +172,7 @@ class Buckets:
     Attributes:
         bounds: The buckets, without the parameters in `missing`, in the plan's order.
         order: The order of the buckets' operations (see `shardmuon.price.clock.turns`).
-        moves: True if any bucket needs an exchange, so that other ranks can be waiting for this rank.
+        moves: True if any bucket needs an exchange, in which other ranks may wait for this rank.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ class Buckets:
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
-    """For each post-processing stage of the Muon variant (such as NorMuon's) that has state, yield the locations of
-    this state for a batch of matrices."""
+    """Yield the locations of a batch's stage state, once per post-processing stage of the Muon variant (such as
+    NorMuon's) that has state."""
     batch = [plan.items[number] for number in items]
     for number in range(len(plan.specs[batch[0].param].kept)):
         tiles = [plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0] for item in batch]
@@ -238,13 +238,13 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    # 1-D receive buffer of the scatter (the exchange that returns results). It is passed only to make the send buffer
-    # of the relay, which forwards these results.
+    # 1-D receive buffer of the scatter (the exchange that returns results), from which the relay forwards results.
+    # None: make the send buffer of the scatter.
     came: Tensor | None = None,
 ) -> Tensor:
     """Make this rank's 1-D send buffer for the scatter (the exchange that returns results) or the relay (which sends
-    the results to ranks with further replicas). The buffer contains orthogonalized matrices, and the state of the Muon
-    variant's post-processing stages."""
+    the results to ranks with additional replicas). The buffer contains orthogonalized matrices and the state of the
+    Muon variant's post-processing stages."""
     send = bound.buffer(wire.sent)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
@@ -255,8 +255,8 @@ def _results(
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
-    """Copy the blocks of elements that `copies` lists from the buffer `here` to the buffer `there`, or in the opposite
-    direction if `back` is True."""
+    """Copy the blocks of elements described by `copies` from the buffer `here` to the buffer `there`, or in the
+    opposite direction if `back` is True."""
     for copy in copies:
         one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
         other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
@@ -265,18 +265,18 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
 
 
 def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
-    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches. Also run the processing stages
-    that a Muon variant (such as NorMuon) has before and after the orthogonalization ([Note: stages] in variants.py)."""
+    """Orthogonalize the matrices that this rank owns, in place in the buffer `batches`. Also run the stages that a Muon
+    variant (such as NorMuon) adds before and after the orthogonalization ([Note: stages] in variants.py)."""
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
         unit, overwrite = False, True
         if settings.stages:
             fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
-            # The variant's stages after the orthogonalization need an input dtype that does not depend on the number of
-            # matrices, which differs between layouts. With `overwrite`, the results of a single batch have the dtype of
-            # the matrix products, but the results of several batches are written to the input, in the input's dtype.
-            # Therefore the input is overwritten only if both dtypes are equal or no such stage follows.
+            # Stages after the orthogonalization need an input dtype that does not depend on the number of matrices,
+            # which differs between layouts. With `overwrite`, `orthogonalize` returns the dtype of the matrix products
+            # if it processes all matrices at once, and the dtype of its input otherwise. So the input is overwritten
+            # only if both dtypes are equal or no such stage follows.
             overwrite = fed.dtype == choice.dtype or not any(isinstance(stage, AfterStage) for stage in settings.stages)
         out = orthogonalize(
             fed,
@@ -296,8 +296,8 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
 
 def _run_before(
     stages: Stages,
-    # A batch of matrices, of shape (B, rows, cols) and in the dtype in which matrices are exchanged, which may be
-    # overwritten. Each matrix starts at a multiple of 64 bytes.
+    # Batch of matrices, (B, rows, cols), in the dtype in which matrices are exchanged; may be overwritten. Each matrix
+    # starts at a multiple of 64 bytes.
     x: Tensor,
     products: torch.dtype,  # dtype of the matrix products in the orthogonalization
 ) -> tuple[Tensor, bool]:

@@ -2,10 +2,10 @@
 is the state of the stages of variants such as NorMuon ([Note: state of stages] in variants.py).
 
 [Note: carried state]
-    FSDP1 and DeepSpeed can save only state tensors that are as long as their flat parameters, and state that Adam also
-    has. Stage state meets neither condition, but it is small and equal on every rank, and both frameworks save and load
-    the options of groups unchanged. Therefore a saved group contains the stage state under the key `CARRIED`. In the
-    groups of an optimizer, this key can exist only between loading and the next step.
+    FSDP1 can save only state tensors that are as long as its flat parameters, and DeepSpeed's universal checkpoints can
+    contain only Adam's state. Stage state meets neither condition, but it is small and equal on every rank, and both
+    frameworks save and load the options of groups unchanged. Therefore a saved group contains the stage state under the
+    key `CARRIED`. In the groups of an optimizer, this key can exist only between loading and the next step.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any
 
 
 def carry_by_position(saved: Mapping[str, Any]) -> None:
-    """Move stage state (the state of variants such as NorMuon) within a state dict, in place, from the entry "state" to
-    the parameter groups. A group contains the stage state of each of its parameters under the parameter's position in
-    the group."""
+    """Move stage state (the state of variants such as NorMuon) from the entry "state" of a state dict to its parameter
+    groups, in place. Each group stores its parameters' stage state by their position in the group."""
     state = saved["state"]
     for packed in saved["param_groups"]:
         states: dict[str, Mapping[str, Any]] = {}

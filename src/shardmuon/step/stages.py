@@ -4,11 +4,11 @@ computes this rank's part of the squared norms. `scale_weights` sums these parts
 `WeightSet`.
 
 [Note: norms of whole matrices]
-    The first of the ranks that store a shard squares and sums the shard's elements in fp64. The ranks that share a
-    parameter then add up these sums, and the square root of the total is rounded to fp32. With another sharding, the
-    order of additions differs, which changes the fp64 sums by a relative error of about 1e-16. The fp32 norm changes
-    only if the fp64 value is that close to the midpoint of two fp32 numbers, which happens for about one norm in 25
-    million. Gradient norms are computed in the same way (gradients/clip.py).
+    Of the ranks that store the same shard, the first one computes the sum of the shard's squared elements in fp64. The
+    ranks that share a parameter then add up these sums, and the square root of the total is rounded to fp32. With a
+    different sharding, the numbers are added in a different order, and the fp64 sums have a relative difference of
+    about 1e-16. The fp32 norm changes only if the fp64 value is that close to the midpoint of two fp32 numbers, which
+    happens for about one norm in 25 million. Gradient norms are computed in the same way (gradients/clip.py).
 
 [Note: matrices of zeros]
     Weight matrices of zeros are found when norms are first computed, and one warning names all of them. The CPU does
@@ -123,7 +123,7 @@ class WeightSet:
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:
         """Store the norms of weight matrices whose norms are still unknown, and queue a check for matrices of zeros.
-        Called before the weights are updated. `squares`: squared norm of each matrix, in fp64."""
+        Must be called before the weights are updated. `squares` contains the squared norm of each matrix, in fp64."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         # Of the ranks that share the weight matrices, only the first rank warns about matrices of zeros.
@@ -132,8 +132,8 @@ class WeightSet:
 
     def finish(self, squares: Tensor, work: Work) -> None:
         """Multiply each weight matrix by the factor that the variant's stage computes from the matrix's new norm and
-        its stored norm. Called after the weights have been updated. `squares`: squared norm of each matrix, in
-        fp64."""
+        its stored norm. Must be called after the weights are updated. `squares` contains the squared norm of each
+        matrix, in fp64."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)

@@ -2,8 +2,8 @@
 accesses a tile as a view of a local tensor or of an exchange buffer.
 
 Momentum and weights are updated in place in this rank's local storage, with one call for many tiles of the same kind.
-This module does not communicate or orthogonalize. Weights, gradients and momentum can have different dtypes, and can be
-on another device than the buffers.
+This module does not communicate or orthogonalize. Weights, gradients and momentum can differ in dtype, and need not be
+on the device of the buffers.
 
 The update rules for momentum and weights are at the end of the module. They take lists of views of local storage;
 functions whose names end in an underscore work in place. The bits of an updated element do not depend on its position
@@ -37,7 +37,7 @@ _Stored = Sequence[Sequence[Tensor]]
 
 @dataclass
 class Work:
-    """Tensors of a step for each parameter of a plan; None for parameters that have no gradient on any rank.
+    """A step's tensors for each parameter of a plan; None for parameters that have no gradient on any rank.
 
     Attributes:
         weights, grads, momenta: This rank's local tensor for each parameter.
@@ -59,17 +59,16 @@ class Work:
     kinds: list[_Kind] = field(default_factory=list)
 
 
-# Largest number of elements that one list operation (torch._foreach_*) processes, on a CPU and on other devices, except
-# that a single tile can be larger. The limit bounds the size of temporary tensors in updates of momentum and of
-# half-precision weights. On a CPU, these tensors fit in the cache. On other devices, the limit is large enough for
-# efficient kernel launches.
+# Maximum number of elements per list operation (torch._foreach_*), on CPUs and on other devices. A larger tile is
+# processed alone. The limit bounds the size of temporary tensors in updates of momentum and of half-precision weights.
+# On a CPU, these tensors fit in the cache. On other devices, the limit is large enough for efficient kernel launches.
 _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles that have equal sizes and strides
 # and are equally spaced. Its first dim indexes the tiles.
 _Row = tuple[Ints, Ints, int]
-# Function that takes a list with one entry per tile of a `Side`, and returns the entries for one portion, that is, for
-# tiles that one list operation (torch._foreach_*) processes.
+# Function that selects the entries of one portion from a list with one entry per tile of a `Side`. A portion is a set
+# of tiles that one list operation (torch._foreach_*) processes.
 _Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -94,8 +93,8 @@ def _pick(places: list[int]) -> _Pick:
 
 
 class Side:
-    """The tiles of an exchange buffer, or of the buffer of batches. A tile is a part of a matrix that this rank stores;
-    this class makes views of tiles in local tensors and in the buffer.
+    """The tiles of an exchange buffer, or of the buffer in which batches of matrices are orthogonalized. A tile is a
+    part of a matrix that this rank stores. The class makes views of the tiles in local tensors and in the buffer.
 
     Strides of a local tensor are read on every access, because the strides of a gradient can change from step to step,
     and can differ from the strides of its parameter.
@@ -121,8 +120,8 @@ class Side:
         # Indices of tiles that are only a part of a local tensor, for which `of` must make a view. All other tiles are
         # whole local tensors.
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
-        # For each tile, a cache from the strides of the local tensor that contains the tile to the tile's offset and
-        # strides.
+        # For each tile, a dict that caches the tile's offset and strides. The keys are strides of the local tensor that
+        # contains the tile.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
         # arguments of `_dealt` (the tiles' kinds and the largest number of elements per portion) for which the cached
@@ -150,17 +149,16 @@ class Side:
         return cast("list[Tensor]", found)
 
     def on(self, buffer: Tensor) -> list[Tensor]:
-        """Make a view of each tile in an exchange buffer or the buffer of batches. The views have the same shapes as
-        the views of local tensors that `of` makes."""
+        """Make a view of each tile in `buffer`. The views have the same shapes as those that `of` makes of local
+        tensors."""
         found: list[Tensor] = []
         for row in self._rows:
             found += buffer.as_strided(*row).unbind(0)
         return found
 
     def portions(self, work: Work) -> list[tuple[list[int], _Pick]]:
-        """Split the tiles into portions, each of which one list operation can process. Return for each portion the
-        indices of its tiles, and a function that selects the entries of these tiles from a list with one entry per
-        tile."""
+        """Split the tiles into portions, each of which one list operation can process. For each portion, return the
+        indices of its tiles, and a function that selects their entries from a list with one entry per tile."""
         weight = work.weights[self.params[0]]
         assert weight is not None, "parameters without a gradient are in no program"
         limit = _PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
@@ -241,9 +239,9 @@ class Side:
 
 
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:
-    """Make a view of the scales that belong to the 8-bit momentum of a tile. `scales` is this rank's tensor of scales
-    for the whole parameter. The view has the row dims of the parameter, followed by one dim whose elements are the
-    scales of blocks of columns. The tile must start at the boundary of a block."""
+    """Make a view of the scales of a tile's 8-bit momentum. `scales` contains this rank's scales for the whole
+    parameter. The view has the row dims of the parameter, and then one dim that indexes blocks of columns. The tile
+    must start at a block boundary."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
@@ -282,8 +280,8 @@ class KeptSide:
         self._side = Side([load._replace(param=at) for at, load in enumerate(loads)], views, [()] * len(loads))
 
     def of(self, stored: _Stored) -> list[Tensor]:
-        """For each matrix, make a 1-D fp32 view of its stage state (the state of a Muon variant's post-processing
-        stages) in this rank's state tensors."""
+        """Make a 1-D fp32 view of each matrix's stage state (the state of a Muon variant's post-processing stages) in
+        this rank's state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
@@ -322,7 +320,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def momentum_(
-    # Tensors of one dtype, to which the input of the orthogonalization is written. Must not share memory with `grads`.
+    # tensors of one dtype, to which the input of the orthogonalization is written; must not share memory with `grads`
     out: Sequence[Tensor] | None,
     grads: Sequence[Tensor],  # views of the gradients on this rank, all of one dtype; not modified
     buffers: Sequence[Tensor],  # views of the momentum on this rank, all of one dtype; updated in place
@@ -355,11 +353,9 @@ def momentum_(
 
 
 def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """Split the tensors of lists into slabs that fit in a CPU's cache; on other devices, yield the lists unchanged.
-    Tensors at the same index of the lists must have the same shape.
-
-    Only lists of one tensor are split, because `Side.portions` has already limited the size of longer lists.
-    """
+    """Split the tensors in several lists into slabs that fit in a CPU's cache, and yield the lists of each slab. On
+    other devices, yield the lists unchanged. Tensors at the same index must have the same shape. Only lists of one
+    tensor are split, because `Side.portions` has already limited the size of longer lists."""
     first = columns[0][0]
     if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= _PORTION:
         yield columns
@@ -422,7 +418,7 @@ def apply_(
 
 def _decay_agreeing_(
     weight: Tensor,  # view of weights on this rank, updated in place
-    agreement: Tensor,  # tensor of the shape of `weight` that is positive where weight and update have the same sign
+    agreement: Tensor,  # same shape as `weight`; positive where weight and update have the same sign
     factor: float,
 ) -> None:
     """Multiply elements of `weight` by `factor` where `agreement` is positive. All other elements stay unchanged, even

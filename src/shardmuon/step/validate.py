@@ -40,7 +40,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass
 class Proposal(Work):
-    """Data of the step that this rank will take if all ranks agree, and the values that ranks compare with each other.
+    """Data of the step that this rank will take if all ranks agree, and the values on which they must agree.
 
     Attributes:
         states: `GradientState` of each parameter's gradient.
@@ -65,9 +65,8 @@ class Proposal(Work):
     presence: int = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
-        """Decide from the vote's result whether each parameter of which this rank stores no elements takes part in the
-        step. It does so only if another rank has the parameter's gradient. `presence` contains the bits of all ranks,
-        merged by "or"."""
+        """Decide from the vote's result which of the parameters without elements on this rank take part in the step:
+        those whose gradient another rank has. `presence` contains the bits of all ranks, merged by "or"."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = GradientState.READY
@@ -78,9 +77,9 @@ class Proposal(Work):
                 self.fresh.pop(number, None)
 
     def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
-        """For each set of ranks that must update the same parameters in the same way, compute a digest of the values
-        that must be equal on these ranks in this step. `due` describes the audit of this step (its comparison with an
-        unsharded reference); "" if the step is not audited."""
+        """Compute a digest of the values that must be equal in this step, for each set of ranks that must update the
+        same parameters in the same way. `due` describes the audit of this step (its comparison with an unsharded
+        reference); "" if the step is not audited."""
         found = {}
         for ranks, numbers in binding.alike.items():
             if len(ranks) > 1:
@@ -171,9 +170,9 @@ def _glance(
     of_group: Settings,
     core: Any,
 ) -> None:
-    """Take the fast path of `validate`: check those parameters of a group that have a gradient and no state except
-    momentum, all at once, and fill in their entries of the proposal. Do nothing if the layout of any of these gradients
-    or momenta differs from the parameter's."""
+    """Take the fast path of `validate`: check in bulk those parameters of a group that have a gradient and no state
+    except momentum, and fill in their entries in the proposal. Do nothing if the layout of any of their gradients or
+    momenta differs from the parameter's."""
     rows, state = [], core.state
     for number in numbers:
         param = members[number].param
@@ -196,9 +195,8 @@ def _glance(
 
 
 def _look(found: Proposal, number: int, binding: Binding, core: Any) -> str:
-    """Take the slow path of `validate`: check the gradient and state of one parameter, and fill in the parameter's
-    entries of the proposal. Return a string of its dtypes and state, which must be equal on all ranks that share the
-    parameter."""
+    """Take the slow path of `validate`: check the gradient and state of one parameter, and fill in its entries in the
+    proposal. Return a string of its dtypes and state, which must be equal on all ranks that share the parameter."""
     member, keeper, stages = binding.members[number], core.keeper, found.settings[number].stages
     param, engine, kept = member.param, member.engine, core.state.get(member.param, _NOTHING)
     grad, weight = param.grad, engine.storage(param)
@@ -229,8 +227,8 @@ def _look(found: Proposal, number: int, binding: Binding, core: Any) -> str:
 
 
 def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tensor) -> None:
-    """Create any optimizer state that a parameter lacks, or convert its state if the group's options require another
-    form, and record the new state in the proposal."""
+    """Create the optimizer state that a parameter lacks, or convert its state to the form that the group's options
+    require, and record the new state in the proposal."""
     member, spec, keeper = binding.members[number], binding.plan.specs[number], core.keeper
     param, engine, view = member.param, member.engine, spec.layout.view
     stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
@@ -269,8 +267,8 @@ def _unsettled(stages: Stages, state: Mapping[str, Any], settled: Mapping[Tensor
 def _stored_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> tuple[Tensor, ...]:
-    """Return this rank's part of each state tensor in which the post-processing stages of a Muon variant store their
-    state for a parameter, in the order of `shapes`.
+    """Return this rank's part of each state tensor that a Muon variant's stages keep for a parameter, in the order of
+    `shapes`.
 
     Raises:
         ValueError: A tensor is missing or has a wrong layout or dtype. The message does not contain the parameter's
@@ -291,8 +289,8 @@ def _stored_kept(
 
 
 def _check_writable(what: str, tensor: Tensor) -> None:
-    """Raise ValueError if several elements of a tensor share memory, as in an expanded view, to which torch cannot
-    write in place."""
+    """Raise ValueError if several elements of a tensor share memory, as in an expanded view, because torch cannot write
+    to such a tensor in place."""
     stride = tensor.stride()
     if any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
         raise ValueError(
@@ -305,8 +303,8 @@ _LOAD = "Load the optimizer's state again"
 
 
 def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[str, Any]]) -> list[Row | None]:
-    """Collect the local tensors of each parameter of an AdamW group, as a `Row`. The row is None for parameters without
-    gradient or state, and for parameters whose gradient or state has another layout.
+    """Collect the local tensors of each parameter of an AdamW group in a `Row`; None for parameters whose gradient or
+    state is missing or does not have the parameter's layout.
 
     Raises:
         ValueError: A gradient or state is unusable. The message contains the parameter's name.

@@ -133,7 +133,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
     made: dict[str, Any] = {}
     for name, tensor in tensors.items():
         # Don't call nn.Parameter for a DTensor: torch would trace each shape again, and could replace the mesh with an
-        # equal mesh of a different layout from its cache.
+        # equal mesh from its cache that belongs to a different layout.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
             made[name]._is_param = True  # makes isinstance(made[name], nn.Parameter) true

@@ -14,8 +14,7 @@ exception. If a rank hangs or dies instead, the pool kills all ranks.
 [Note: one gloo device]
     By default, torch creates a separate device for every gloo group. The thread of each device wakes up 100 times per
     second until the process ends. A rank has dozens of groups, because it caches groups for later calls. With separate
-    devices, the idle ranks of a few pools used a third of the time of two cores. So all groups of a rank share one
-    device.
+    devices, the idle ranks of a few pools took up a third of two cores. So all groups of a rank share one device.
 
 [Note: what ranks are forked from]
     When the parent starts its first rank, multiprocessing starts a fork server, from which all ranks are forked. The
@@ -352,7 +351,7 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
 def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        # let gloo use the loopback interface, because its default, to look up the host name, can fail
+        # let gloo use the loopback interface, because by default it looks up the host name, which can fail
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "nccl" in backend:
         torch.cuda.set_device(rank)
