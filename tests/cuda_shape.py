@@ -320,8 +320,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _opened(x: Any, empty: bool) -> Any:
-    """Return the CPU or meta tensor inside a device tensor, and any other value unchanged. With `empty`, convert all
-    tensors to meta tensors, because another argument of the same operation has no values."""
+    """Return the CPU or meta tensor inside a device tensor, and any other value unchanged. If `empty` is True, convert
+    all tensors to meta tensors, because another argument of the same operation has no values."""
     x = x.inner if isinstance(x, OnDevice) else x
     return x.to("meta") if empty and isinstance(x, Tensor) else x
 

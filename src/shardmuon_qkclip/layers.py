@@ -9,11 +9,11 @@ for anything else, such as values and gates.
 Supported forms:
     separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
                   (BERT, ViT), with the head size as an attribute
-    fused         Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k and v (GPT-2, GPT-NeoX,
-                  Phi-3, timm)
+    fused         Megatron's linear_qkv, and the module types in routing/presets.py that fuse q, k and v (GPT-2,
+                  GPT-NeoX, Phi-3, timm)
     latent        DeepSeek's kv_b_proj with q_b_proj or q_proj, Megatron's linear_kv_up_proj with linear_q_up_proj or
-                  linear_q_proj; the queries' rotary part is scaled by the whole factor g of a head, because the rotary
-                  keys are not scaled
+                  linear_q_proj; the queries' rotary part is multiplied by a head's full factor g (see scaling.py),
+                  because the rotary keys are not scaled
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class Holder(NamedTuple):
     """A module and its parameters, including those of submodules.
 
     Attributes:
-        name: Name of the module in the model, without the name parts that wrappers insert.
-        module: The module itself; if a wrapper contains the module, the inner module.
-        weights: Dict from the parameter's name relative to the module to the parameter and its place in the model.
+        name: Name of the module in the model without wrappers.
+        module: The module itself, without wrappers.
+        weights: Dict from the parameter's name relative to the module to the parameter and its `Place` in the model.
             Parameters of submodules are included.
     """
 
@@ -175,8 +175,8 @@ class Holder(NamedTuple):
     weights: dict[str, tuple[Tensor, Place]]
 
     def shape(self, below: str) -> Ints:
-        """Return the global shape of the parameter named `below`, or (0,) if the shape is unknown, as for plain
-        tensor-parallel shards."""
+        """Return the global shape of a parameter, or (0,) if the shape is unknown, as for plain tensor-parallel shards.
+        `below` is the parameter's name relative to the module."""
         param, place = self.weights[below]
         shape, unknown = Placed(param, (place,)).shape({})
         return (0,) if unknown else shape

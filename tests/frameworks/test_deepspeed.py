@@ -139,8 +139,7 @@ def _marked_on_one_rank(net: Any) -> None:
 
 
 def _replaced(net: Any) -> None:
-    """Replace a layer's weight with a new parameter that has only some of its rows, as AutoTP does when it shards a
-    layer."""
+    """Replace a layer's weight with a new parameter that has fewer rows, as AutoTP does when it shards a layer."""
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
 
@@ -222,7 +221,8 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 def test_a_checkpoint_resumes_bit_for_bit_with_every_step_audited(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case, tmp_path: Path
 ) -> None:
-    """The test uses NorMuon, to check that the checkpoint contains NorMuon's second moment as well as the momentum."""
+    """The resumed job must end with the same weights as an uninterrupted job. With NorMuon, it therefore needs the
+    saved second moment as well as the momentum."""
     deepspeed_pools[world].run(_resumed, case, str(tmp_path))
 
 

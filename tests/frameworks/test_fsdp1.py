@@ -355,7 +355,7 @@ def _mistake(case: str) -> None:
             optimizer.prepare()
     if case == "model gone":
         del model, net
-        gc.collect()  # FSDP1's modules are part of reference cycles, so only a garbage collection frees them.
+        gc.collect()  # FSDP1's modules are part of reference cycles, so only garbage collection frees them.
     optimizer.prepare()
     with model.no_sync():
         train(model, optimizer, range(1))
