@@ -182,8 +182,8 @@ def _unit(item: pytest.Item) -> object:
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
-    """Run the tests of all units, taking one unit at a time from the iterator. Tell pytest which test comes next, so that
-    it closes the fixtures that the next test does not use."""
+    """Run the tests of all units, taking one unit at a time from the iterator. Tell pytest which test comes next, so
+    that it closes the fixtures that the next test does not use."""
     items = itertools.chain.from_iterable(units)
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)

@@ -82,9 +82,8 @@ class QKClip:
 
     Scaling runs at the end of each `optimizer.step()`, so frameworks whose optimizers update copies of the weights
     (DeepSpeed's ZeRO, Megatron) copy the scaled weights back to the model. Scaling is collective and does not wait for
-    the accelerator. The options `tp_group` and `process_group` of the optimizer's parameter groups determine which
-    ranks hold replicas of plain tensors. If an error occurs on one rank, or if ranks have different settings, `step()`
-    raises a RuntimeError on every rank. The step is then complete, but nothing has been scaled.
+    the accelerator. If an error occurs on one rank, or if ranks have different settings, `step()` raises a RuntimeError
+    on every rank. The step is then complete, but nothing has been scaled.
 
     Args:
         model: The model whose attention is measured.
@@ -101,8 +100,8 @@ class QKClip:
             largest logit of each head since the function's last call, after the softmax scale. Heads with -inf, and
             layers that the mapping does not contain, count as not measured.
         process_group: Ranks that train the same weights on other batches. Required only if these ranks cannot be
-            derived from the sharding of the weights or from the optimizer. For plain tensors, pass the data- and
-            context-parallel group.
+            derived from the sharding of the weights or from the option `process_group` of the optimizer's parameter
+            groups. For plain tensors, pass the data- and context-parallel group.
 
     Attributes:
         layers: The attention layers that are measured and scaled.

@@ -30,7 +30,7 @@ from shardmuon.testing.pool import RankPool
 
 
 def rows_of(pool: RankPool, *words: str) -> list[dict[str, str]]:
-    """Run `shardmuon verify` on a pool of ranks, and return the rows of the table that it prints. Results must be bitwise equal
+    """Run `shardmuon verify` on a pool of ranks, and return the rows of the printed table. Results must be bitwise equal
     to the reference on all layouts."""
     out = io.StringIO()
     with mock.patch.object(verify, "RankPool", return_value=nullcontext(pool)), redirect_stdout(out):
