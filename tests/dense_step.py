@@ -200,8 +200,8 @@ class _Param:
         if asked == "int8":
             made = encode(new, rows, old, self._bits("momentum"))
             self.state["momentum_buffer"], self.state["momentum_scale"] = made
-        # The momentum is rounded stochastically where it changed by less than the spacing of bf16, and to nearest
-        # elsewhere.
+        # The momentum is rounded stochastically where it changed by less than the spacing of bf16 numbers, and to
+        # nearest elsewhere.
         elif rounded:
             less = (new.view(torch.int32) - old.view(torch.int32)).abs() < 1 << 16
             self.state["momentum_buffer"] = _round_by(new, torch.where(less, self._bits("momentum"), _NEAREST))

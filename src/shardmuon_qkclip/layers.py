@@ -3,7 +3,7 @@ the parameters and attributes of its modules. No framework is imported.
 
 A *layer* is an attention layer. A *head* is a query head. A *group* is a set of query heads that share one key head. A
 *role* says what the rows of a weight produce: "q" and "k" stand for queries and keys, which are both scaled; "q_pe"
-stands for the part of queries whose keys all heads share (the rotary part in multi-head latent attention); "" stands
+stands for the rotary part of queries in multi-head latent attention, where all heads share the rotary keys; "" stands
 for anything else, such as values and gates.
 
 Supported forms:
@@ -97,8 +97,8 @@ class Attention:
             are any, scaling the weights would not change the logits.
 
     Raises:
-        ValueError: The numbers of heads and rows do not fit together, or no parameter has rows with role "q" or none
-            has rows with role "k".
+        ValueError: The numbers of heads and rows do not fit together, or there are no rows with role "q" or no rows
+            with role "k".
     """
 
     name: str
@@ -254,8 +254,8 @@ def _layer(
 
     Args:
         holder: The module with its parameters.
-        of_weights: Dict from the name of each weight that produces queries or keys, relative to the module, to the
-            weight's blocks of rows, as in `Rows.parts`. Unknown sizes are 0.
+        of_weights: The weights that produce queries or keys: a dict from the weight's name relative to the module to
+            its blocks of rows, as in `Rows.parts`. Unknown sizes are 0.
         repeats, dim: Attributes of `Rows`, equal for all these weights.
         size: Number of rows with role "q" per head; 0 if the number must be derived from the module's attributes.
 

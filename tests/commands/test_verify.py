@@ -30,8 +30,8 @@ from shardmuon.testing.pool import RankPool
 
 
 def rows_of(pool: RankPool, *words: str) -> list[dict[str, str]]:
-    """Run `shardmuon verify` on a pool of ranks, and return the rows of the printed table. Results must be bitwise equal
-    to the reference on all layouts."""
+    """Run `shardmuon verify` on a pool of ranks, and return the rows of the printed table. Results must be bitwise
+    equal to the reference on all layouts."""
     out = io.StringIO()
     with mock.patch.object(verify, "RankPool", return_value=nullcontext(pool)), redirect_stdout(out):
         assert main(["verify", "--ranks", str(pool.world_size), *words]) == 0, out.getvalue()

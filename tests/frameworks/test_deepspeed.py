@@ -279,9 +279,9 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
         assert len({t.untyped_storage().data_ptr() for t in kept}) == len(kept), "flats share state"
 
 
-# When DeepSpeed loads a checkpoint, it matches the saved parameter groups to the optimizer's groups by position, and
-# with ZeRO stage 3, it gives the first group's options to all groups. TURNED lists the groups of JOINED in another
-# order, with an AdamW group first, to check that each group nevertheless gets its own options.
+# When DeepSpeed loads a checkpoint, it matches the saved parameter groups to the optimizer's groups by position. With
+# ZeRO stage 3, it even gives all groups the options of the first group. TURNED has the groups of JOINED in another
+# order, with an AdamW group first, to test that each group keeps its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 

@@ -136,8 +136,8 @@ def _wrapped(form: str, model: nn.Module) -> Any:
 
 
 class Job:
-    """A model wrapped by Megatron-FSDP with its optimizer, and a single-process reference: the same model (with this
-    rank's experts) and an optimizer, without Megatron-FSDP."""
+    """A model wrapped by Megatron-FSDP, its optimizer, and a single-process reference. The reference consists of the
+    same model (with this rank's experts), unwrapped, and an optimizer of its own."""
 
     def __init__(self, form: str, **options: Any) -> None:
         torch.manual_seed(0)
@@ -228,8 +228,8 @@ class Job:
         return full if cut is None else tensor_parallel_part(full, dist.get_rank() % 2, 2, *cut)
 
     def stored(self, full: Tensor, name: str) -> Tensor:
-        """Return this rank's shard of a full tensor, which is the slice of the rank's tensor-parallel part that
-        megatron-fsdp stores."""
+        """Return this rank's shard of a full tensor: the slice of its tensor-parallel part that megatron-fsdp
+        stores."""
         part, p = self.part(full, name), self.params()[name]
         # Parameters that are not sharded have no attribute `megatron_fsdp_slice`, and every rank stores all of their
         # elements.
