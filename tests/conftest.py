@@ -95,7 +95,7 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        # The index of each unit of tests is written to the pipe as two bytes, so that a read of two bytes always returns
+        # The index of each unit of tests is written to the pipe as two bytes, so a read of two bytes always returns
         # exactly one index.
         taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
