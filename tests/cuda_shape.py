@@ -44,8 +44,8 @@ _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "app
 
 
 class Refused(RuntimeError):
-    """Raised for an operation that CUDA or NCCL would reject, that would block the host where blocking is forbidden, or
-    that would copy a matrix to a wider dtype."""
+    """Raised for an operation that CUDA or NCCL would reject. Also raised for operations that block the host where this
+    is forbidden, or that copy a matrix to a wider dtype."""
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:

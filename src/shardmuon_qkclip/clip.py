@@ -73,9 +73,9 @@ class LogitReport(NamedTuple):
 class QKClip:
     """Hooks that measure the largest logit of each head in forward passes, and scale queries and keys after each step.
 
-    The factor of a head is g = min(1, tau / S), where S is the head's largest logit in all forward passes with
-    gradients since the last step, over all ranks that share or replicate the weights. If several heads share keys, S is
-    the largest logit of all these heads. Rows of q are multiplied by g^alpha and rows of k by g^(1 - alpha). In latent
+    The factor of a head is g = min(1, tau / S). S is the head's largest logit in all forward passes with gradients
+    since the last step, over all ranks that share or replicate the weights. If several heads share keys, S is the
+    largest logit of all these heads. Rows of q are multiplied by g^alpha and rows of k by g^(1 - alpha). In latent
     attention, the queries' rotary rows are multiplied by g, and the shared rotary keys do not change. Biases are scaled
     like weights. Kimi K2 (https://arxiv.org/abs/2507.20534) and Megatron (`clip_qk`) use the same rule. The scaled
     weights have the same bits as in one process, on any sharding.

@@ -128,8 +128,8 @@ class Attention:
             model: The model. It can be wrapped or sharded.
 
         Raises:
-            ValueError: A layer's sizes do not fit its weights, the logits of a layer cannot be measured, or the name of
-                a weight suggests that the weight fuses queries and keys in an unknown form.
+            ValueError: A layer's sizes do not fit its weights, a layer's logits cannot be measured, or a weight's name
+                suggests that it fuses queries and keys in an unknown form.
         """
         return tuple(layer for layer in map(_layer_in, Holder.all_in(model).values()) if layer is not None)
 
@@ -206,8 +206,8 @@ def _layer_in(holder: Holder) -> Attention | None:
     Return None if the module has no such parameters.
 
     Raises:
-        ValueError: Logits of this type of module cannot be measured, sizes are unknown or do not fit together, or the
-            name of a weight suggests that the weight fuses queries and keys in an unknown form.
+        ValueError: Logits of this type of module cannot be measured, sizes are unknown or do not fit together, or a
+            weight's name suggests that it fuses queries and keys in an unknown form.
     """
     number = holder.number
     if isinstance(holder.module, nn.MultiheadAttention):

@@ -173,8 +173,8 @@ class Scaler(TableCall[_Bound]):
         self,
         measure: Callable[[], Mapping[str, Tensor]],  # returns a dict from layer name to a tensor of shape (num_heads,)
     ) -> None:
-        """Compute the largest logits over all ranks, from which `apply_` computes the factors. Collective. No weights
-        are changed.
+        """Reduce the largest logits over all ranks. `apply_` computes the factors from the result. Collective. No
+        weights are changed.
 
         Args:
             measure: Function that returns this rank's largest logits. Layers that were not measured can be missing. The

@@ -278,8 +278,8 @@ def _but(without: str, given: dict[str, Any]) -> Hardware:
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Return the exact counts of what each rank stores, sends and computes in a job in which four ranks share eight
-    matrices of `rows` x 4096 and a vector of 4,000 elements."""
+    """Return the exact counts of what each rank stores, sends and computes in a job on four ranks with eight matrices
+    of `rows` x 4096 and a vector of 4,000 elements."""
     with torch.device("meta"):
         model: nn.Module = nn.Sequential(*(nn.Linear(4096, rows, bias=False) for _ in range(8)), nn.RMSNorm(4000))
     return Exact.of_job(model, "shard=4", method="standard", ns_dtype=torch.bfloat16)
