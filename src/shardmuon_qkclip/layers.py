@@ -166,8 +166,8 @@ class Holder(NamedTuple):
     Attributes:
         name: Name of the module in the model without wrappers.
         module: The module itself, without wrappers.
-        weights: Dict from the parameter's name relative to the module to the parameter and its `Place` in the model.
-            Parameters of submodules are included.
+        weights: (parameter, its `Place` in the model) for each parameter of the module and its submodules, keyed by the
+            parameter's name relative to the module.
     """
 
     name: str

@@ -280,7 +280,7 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
 
 
 # When DeepSpeed loads a checkpoint, it matches the saved parameter groups to the optimizer's groups by position. With
-# ZeRO stage 3, it even gives all groups the options of the first group. TURNED has the groups of JOINED in another
+# ZeRO stage 3, it gives all groups the options of the first group. TURNED has the groups of JOINED in another
 # order, with an AdamW group first, to test that each group keeps its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 

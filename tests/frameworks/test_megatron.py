@@ -318,8 +318,8 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Patch Megatron to behave as if TransformerEngine were installed or, if `found` is False, missing. Where Megatron
-    stores the step count depends on this."""
+    """Patch Megatron to behave as if TransformerEngine were installed (if `found` is True) or missing. Megatron stores
+    the step count in a different place in each case."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)

@@ -282,9 +282,9 @@ HYPERBALL = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
     form: str, world: int, variant: dict[str, Any]
 ) -> None:
-    """Weights and state must match a single process bitwise, including parameters without a gradient, empty shards
-    (whose gradient is None), strided and contiguous tensor-parallel shards, and experts with their own data-parallel
-    group."""
+    """Weights and state must match a single process bitwise. The cases cover parameters without a gradient, empty
+    shards (whose gradient is None), strided and contiguous tensor-parallel shards, and experts with their own
+    data-parallel group."""
     found = RankPool.cached(world).run(_train, form, variant)
     names = {name for name, _ in Model(EXPERTS if form == EXPERTS else BLOCKS).named_parameters()}
     assert {name for stored, _ in found for name in stored} == names
