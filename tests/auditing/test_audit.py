@@ -126,8 +126,8 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     [_row(dtype, options, numeric=not {"method", "ns_dtype"} & options.keys()) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """An audit must report nothing for a correct step with any options. In the cases with fp64 weights, the state of
-    post-processing stages (NorMuon, ..) is nevertheless fp32."""
+    """An audit must report nothing for a correct step with any options. The state of post-processing stages (NorMuon,
+    ..) is fp32 even if the weights are fp64."""
     for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8

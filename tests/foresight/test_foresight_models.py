@@ -121,7 +121,7 @@ def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
 
 
 def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
-    """DeepSpeed pads a flat buffer to a multiple of two elements per rank for NCCL. On four ranks, 17 elements are
+    """DeepSpeed pads a flat buffer to a multiple of two elements per rank for NCCL. On four ranks, 17 elements must be
     padded to 24, which is six per rank."""
     (ranks,) = Exact.of_job(nn.Sequential(nn.Linear(17, 1, bias=False)), "dp=4", engine="zero").classes
     assert (ranks.count, ranks.stored.weights, ranks.stored.masters) == (4, 4 * 24, 4 * 6)

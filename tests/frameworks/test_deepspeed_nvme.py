@@ -1,7 +1,7 @@
 """Tests of NVMe offloading with ZeRO stage 3, using real swap files and the real DeepSpeed package.
 
 The tests that swap need DeepSpeed's async_io extension, which `make nvme` compiles in a few minutes. The other tests
-check that unsupported settings raise errors, and run everywhere.
+check that unsupported settings raise errors, and need no extension.
 """
 
 from __future__ import annotations
