@@ -95,7 +95,7 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        # Each index of a unit of tests takes two bytes in the pipe, so that a process that reads two bytes always gets
+        # The index of each unit of tests is written to the pipe as two bytes, so a read of two bytes always returns
         # exactly one index.
         taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
@@ -158,7 +158,7 @@ class _Shared:
                 os.kill(process, signal.SIGTERM)
             if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) not in fine:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED if exitstatus in fine else exitstatus
-                # A failed test process is added to pytest's final summary of errors by its name.
+                # List the failed test process by name among the errors in pytest's final summary.
                 where = (f"{name}, see above", None, "")
                 report = pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
                 reporter.stats.setdefault("error", []).append(report)
@@ -182,8 +182,8 @@ def _unit(item: pytest.Item) -> object:
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
-    """Run the tests of all units, taking one unit at a time from the iterator. pytest is told which test comes next, so
-    that after each test it can close the fixtures that the next test does not use."""
+    """Run the tests of all units, taking one unit at a time from the iterator. Tell pytest which test comes next, so
+    that it closes the fixtures that the next test does not use."""
     items = itertools.chain.from_iterable(units)
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -236,8 +236,8 @@ def _has(item: pytest.Item, mark: str) -> bool:
 class DeepSpeedPools(dict[int, RankPool]):
     """Pools of ranks for DeepSpeed tests, keyed by number of ranks.
 
-    Other tests must not use these ranks, because DeepSpeed sets environment variables and keeps the process group. A
-    pool starts when it is first used, and its ranks import DeepSpeed only once.
+    Other tests must not use these ranks, because DeepSpeed sets environment variables and keeps a reference to the
+    process group. A pool starts when it is first used, and its ranks import DeepSpeed only once.
     """
 
     def __missing__(self, num_ranks: int) -> RankPool:

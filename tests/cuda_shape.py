@@ -44,8 +44,8 @@ _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "app
 
 
 class Refused(RuntimeError):
-    """Raised for an operation that CUDA or NCCL would reject, that would block the host where blocking is forbidden, or
-    that would copy a matrix to a wider dtype."""
+    """Raised for an operation that CUDA or NCCL would reject. Also raised for operations that block the host where this
+    is forbidden, or that copy a matrix to a wider dtype."""
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
@@ -320,8 +320,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _opened(x: Any, empty: bool) -> Any:
-    """Return the CPU or meta tensor inside a device tensor, and any other value unchanged. With `empty`, convert all
-    tensors to meta tensors, because another argument of the same operation has no values."""
+    """Return the CPU or meta tensor inside a device tensor, and any other value unchanged. If `empty` is True, convert
+    all tensors to meta tensors, because another argument of the same operation has no values."""
     x = x.inner if isinstance(x, OnDevice) else x
     return x.to("meta") if empty and isinstance(x, Tensor) else x
 

@@ -92,7 +92,7 @@ MUON = ("a", "b", "e", "f", "c", "row", "d", "heads", "tiny")
 RUNS = 11
 # The first group has six trained matrices of different shapes. The matrix "row" is a single row, "e" is tied, and a
 # frozen matrix comes between "e" and "f". Groups of matrices come before and after the AdamW group. The matrix "tiny"
-# may have fewer elements than there are ranks, so some ranks store none of it.
+# may have fewer elements than there are ranks, so some ranks may store none of it.
 GROUPS: Groups = [
     (("a", "b", "e", "frozen", "f", "c", "row"), {"lr": 0.02}),
     (("d",), {"lr": 0.01, "weight_decay": 0.2}),

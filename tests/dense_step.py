@@ -170,7 +170,7 @@ class _Param:
             self.state[stage.key] = torch.zeros(stacked, sum(sizes) // stacked)
         return list(self.state[stage.key].view(-1).split(sizes))
 
-    def _norm(self, at: Tensor) -> Tensor:  # returns the norm of the weights of one matrix as a 0-dim fp32 tensor
+    def _norm(self, at: Tensor) -> Tensor:  # returns the norm of one matrix of the weight, as a 0-dim fp32 tensor
         return self.weight.flatten()[at].double().norm().float()
 
     def _bits(self, purpose: str) -> Tensor:
@@ -200,8 +200,8 @@ class _Param:
         if asked == "int8":
             made = encode(new, rows, old, self._bits("momentum"))
             self.state["momentum_buffer"], self.state["momentum_scale"] = made
-        # The momentum is rounded stochastically where it changed by less than the spacing of bf16, and to nearest
-        # elsewhere.
+        # The momentum is rounded stochastically where it changed by less than the spacing of bf16 numbers, and to
+        # nearest elsewhere.
         elif rounded:
             less = (new.view(torch.int32) - old.view(torch.int32)).abs() < 1 << 16
             self.state["momentum_buffer"] = _round_by(new, torch.where(less, self._bits("momentum"), _NEAREST))
@@ -230,8 +230,7 @@ def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float
 def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
     """Update one matrix with the operations of torch.optim.Muon, in the dtype of the weights."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
-    # The iteration of torch.optim.Muon returns tall matrices in column-major order, so the update has the same memory
-    # format.
+    # torch.optim.Muon's iteration returns tall matrices in column-major order, so this function uses the same order.
     turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result
     return weight.clone().mul_(1 - lr * decay).add_(turned, alpha=-float(lr * scale))
 
@@ -348,7 +347,7 @@ def assert_like_the_formula(
 def _assert_dense(optimizer: Muon, params: Sequence[Tensor], dense: DenseMuon, which: str) -> None:
     """Assert that weights and state match the dense reference. Only tensors whose key starts with `which` must be
     bitwise equal, because matmuls on another device round differently. All other tensors must have the reference's
-    dtype, and must be all zero exactly if the reference is."""
+    dtype, and must be all zero if and only if the reference is."""
     for p, expected in zip(params, dense.params, strict=True):
         found = {"weight": p.detach(), **{key: t for key, t in optimizer.state[p].items() if key != "step"}}
         assert found.keys() == {"weight", *expected.state}

@@ -24,9 +24,9 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
-# Optimizer options for comparisons with a single-process run, keyed by number of ranks, and the machine whose rates the
-# planner uses. For the machine None, the planner uses the real rates. With the rates of the machine SHARING, one
-# replica orthogonalizes each matrix and sends the result to the other replicas in a second exchange.
+# Settings for comparisons with a single-process run, keyed by number of ranks: optimizer options, and the machine whose
+# rates the planner assumes (None for the actual machine). With the rates of the machine SHARING, one replica
+# orthogonalizes each matrix and sends the result to the other replicas in a second exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 

@@ -1,17 +1,17 @@
-"""QK-clip: measure the largest attention logits of a model during training, and scale the weights of queries and keys
-after each step (scaling.py).
+"""QK-clip: measure a model's largest attention logits during training, and scale its query and key weights after each
+step. The scaling is implemented in scaling.py.
 
 [Note: what is measured]
     The logit of a query and a key is their dot product times the softmax scale. Pairs that the mask hides are ignored.
     A bias that a float mask adds to logits is ignored as well, because it does not come from the weights of q and k.
     Products are computed in fp32 (in fp64 for fp64 inputs), so rounding in half-precision kernels is not reproduced.
-    The matrix of logits is computed in chunks, of which only one is in memory at a time.
+    The matrix of logits is computed one chunk at a time to save memory.
 
 [Note: where it is measured]
     During a layer's forward, a `TorchFunctionMode` intercepts the functions in `_MEASURES`, under whatever name the
     layer has imported them. The arguments of `scaled_dot_product_attention` are the queries and keys after rotation,
     caching and repetition. Attention that is written out in torch operations (transformers' "eager") is measured at its
-    softmax, whose input consists of the logits. Kernels that are not torch functions, such as those of flash-attn,
+    softmax, whose input is the logits. Kernels that are not torch functions, such as those of flash-attn,
     cannot be intercepted.
 """
 
@@ -73,35 +73,35 @@ class LogitReport(NamedTuple):
 class QKClip:
     """Hooks that measure the largest logit of each head in forward passes, and scale queries and keys after each step.
 
-    The factor of a head is g = min(1, tau / S), where S is the head's largest logit in all forward passes with
-    gradients since the last step, over all ranks that share or replicate the weights. If several heads share keys, S is
-    the largest logit of all these heads. Rows of q are multiplied by g^alpha and rows of k by g^(1 - alpha). In latent
+    The factor of a head is g = min(1, tau / S). S is the head's largest logit in all forward passes with gradients
+    since the last step, over all ranks that share or replicate the weights. If several heads share keys, S is the
+    largest logit of all these heads. Rows of q are multiplied by g^alpha and rows of k by g^(1 - alpha). In latent
     attention, the queries' rotary rows are multiplied by g, and the shared rotary keys do not change. Biases are scaled
     like weights. Kimi K2 (https://arxiv.org/abs/2507.20534) and Megatron (`clip_qk`) use the same rule. The scaled
     weights have the same bits as in one process, on any sharding.
 
-    Scaling runs at the end of each `optimizer.step()`. So frameworks whose optimizers update copies of the weights
-    (DeepSpeed's ZeRO, Megatron) copy the weights back to the model after they have been scaled. Scaling is collective
-    and does not wait for the accelerator. The optimizer's groups determine which ranks hold replicas of plain tensors.
-    If an error occurs on one rank, or if ranks have different settings, `step()` raises a RuntimeError on every rank.
-    The step is then complete, but nothing has been scaled.
+    Scaling runs at the end of each `optimizer.step()`, so frameworks whose optimizers update copies of the weights
+    (DeepSpeed's ZeRO, Megatron) copy the scaled weights back to the model. Scaling is collective and does not wait for
+    the accelerator. If an error occurs on one rank, or if ranks have different settings, `step()` raises a RuntimeError
+    on every rank. The step is then complete, but nothing has been scaled.
 
     Args:
         model: The model whose attention is measured.
-        optimizer: The optimizer that updates the model's weights. Its groups must contain the weights' names. For
-            Megatron's ChainedOptimizer, pass the one of its optimizers that updates the matrices.
+        optimizer: The optimizer that updates the model's weights. Its parameter groups must contain the weights'
+            names. With Megatron's ChainedOptimizer, pass the inner optimizer that updates the matrices.
         tau: Largest allowed logit. If it is math.inf, logits are measured but weights are not scaled.
         alpha: Exponent of the factor for the queries, in [0, 1].
-        every: Number of steps per interval. Logits are measured and weights are scaled in the first step of each
-            interval. Other steps cost nothing.
+        every: Interval in steps. Logits are measured and weights are scaled only in the first step of each interval.
+            The other steps cost nothing.
         layers: Layers to measure and scale. The name of each layer must be the name of its module. Default: all layers
             that `Attention.all_in` finds.
         logits: Optional function that replaces the hooks, for compiled models and for kernels that return the largest
             logits (TransformerEngine's max_logit). It returns a mapping from layer names to (num_heads,) tensors: the
             largest logit of each head since the function's last call, after the softmax scale. Heads with -inf, and
             layers that the mapping does not contain, count as not measured.
-        process_group: Ranks that train the same weights on other batches. Required only if neither the sharding of the
-            weights nor the optimizer shows these ranks. For plain tensors, it is the data- and context-parallel group.
+        process_group: Ranks that train the same weights on other batches. Required only if these ranks cannot be
+            derived from the sharding of the weights or from the option `process_group` of the optimizer's parameter
+            groups. For plain tensors, pass the data- and context-parallel group.
 
     Attributes:
         layers: The attention layers that are measured and scaled.
@@ -109,7 +109,7 @@ class QKClip:
 
     Raises:
         ValueError: No attention layer was found, a layer cannot be clipped, or one of its weights is not in the
-            optimizer. The message suggests a correction.
+            optimizer. The message says how to correct this.
 
     Examples:
         >>> from shardmuon import Muon
@@ -237,13 +237,12 @@ class QKClip:
         return whole.flatten()
 
     def _parts(self, layer: Attention, holder: Holder, num_parts: int) -> list[int]:
-        """Find which part of the heads this rank computes under tensor parallelism, if the heads are divided into
-        `num_parts` equal parts.
+        """Find which of `num_parts` equal parts of the heads this rank computes under tensor parallelism.
 
         Returns:
-            The indices of all possible parts. The part is known only if there is exactly one index. The indices come
-            from the sharding of the query weight if it is a DTensor in the forward pass, and otherwise from the
-            tp_group of the optimizer's groups.
+            The indices of the candidate parts. The part is certain only if there is exactly one candidate. Candidates
+            come from the sharding of the query weight if it is a DTensor in the forward pass, and otherwise from the
+            option `tp_group` of the optimizer's parameter groups.
         """
         rows = next(rows for rows in layer.rows if rows.num("q"))
         below = [below for below, (_, place) in holder.weights.items() if place.name == rows.weight]
@@ -326,7 +325,7 @@ def _largest_logits(
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
     heads, length, size = query.shape[-3:]
     num_keys, scale = key.shape[-2], size**-0.5 if scale is None else scale
-    # The new shapes are (.., G, H/G, L, E) and (.., G, 1, S, E).
+    # query: (.., G, H/G, L, E), keys: (.., G, 1, S, E)
     query, keys = query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3)
     hidden = None if attn_mask is None else _is_hidden(local_if_any(attn_mask))
     batch = math.prod(torch.broadcast_shapes(query.shape[:-4], keys.shape[:-4]))
@@ -378,7 +377,7 @@ class _Watch(TorchFunctionMode):
     """Context manager that measures the logits of one attention layer (see [Note: where it is measured]).
 
     Args:
-        found: Function that is called with the largest logit of each head for each intercepted call.
+        found: Callback that receives the largest logit of each head whenever a call is intercepted.
     """
 
     def __init__(self, found: Callable[[Tensor], None]) -> None:

@@ -3,17 +3,17 @@ the parameters and attributes of its modules. No framework is imported.
 
 A *layer* is an attention layer. A *head* is a query head. A *group* is a set of query heads that share one key head. A
 *role* says what the rows of a weight produce: "q" and "k" stand for queries and keys, which are both scaled; "q_pe"
-stands for the part of queries whose keys all heads share (the rotary part in multi-head latent attention); "" stands
+stands for the rotary part of queries in multi-head latent attention, where all heads share the rotary keys; "" stands
 for anything else, such as values and gates.
 
 Supported forms:
     separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
                   (BERT, ViT), with the head size as an attribute
-    fused         Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k and v (GPT-2, GPT-NeoX,
-                  Phi-3, timm)
+    fused         Megatron's linear_qkv, and the module types in routing/presets.py that fuse q, k and v (GPT-2,
+                  GPT-NeoX, Phi-3, timm)
     latent        DeepSeek's kv_b_proj with q_b_proj or q_proj, Megatron's linear_kv_up_proj with linear_q_up_proj or
-                  linear_q_proj; the queries' rotary part is scaled by the whole factor g of a head, because the rotary
-                  keys are not scaled
+                  linear_q_proj; the queries' rotary part is multiplied by a head's full factor g (see scaling.py),
+                  because the rotary keys are not scaled
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Attention:
             are any, scaling the weights would not change the logits.
 
     Raises:
-        ValueError: The numbers of heads and rows do not fit together, or no parameter has rows with role "q" or none
-            has rows with role "k".
+        ValueError: The numbers of heads and rows do not fit together, or there are no rows with role "q" or no rows
+            with role "k".
     """
 
     name: str
@@ -128,8 +128,8 @@ class Attention:
             model: The model. It can be wrapped or sharded.
 
         Raises:
-            ValueError: A layer's sizes do not fit its weights, the logits of a layer cannot be measured, or the name of
-                a weight suggests that the weight fuses queries and keys in an unknown form.
+            ValueError: A layer's sizes do not fit its weights, a layer's logits cannot be measured, or a weight's name
+                suggests that it fuses queries and keys in an unknown form.
         """
         return tuple(layer for layer in map(_layer_in, Holder.all_in(model).values()) if layer is not None)
 
@@ -164,10 +164,10 @@ class Holder(NamedTuple):
     """A module and its parameters, including those of submodules.
 
     Attributes:
-        name: Name of the module in the model, without the name parts that wrappers insert.
-        module: The module itself; if a wrapper contains the module, the inner module.
-        weights: Dict from the parameter's name relative to the module to the parameter and its place in the model.
-            Parameters of submodules are included.
+        name: Name of the module in the model without wrappers.
+        module: The module itself, without wrappers.
+        weights: (parameter, its `Place` in the model) for each parameter of the module and its submodules, keyed by the
+            parameter's name relative to the module.
     """
 
     name: str
@@ -175,8 +175,8 @@ class Holder(NamedTuple):
     weights: dict[str, tuple[Tensor, Place]]
 
     def shape(self, below: str) -> Ints:
-        """Return the global shape of the parameter named `below`, or (0,) if the shape is unknown, as for plain
-        tensor-parallel shards."""
+        """Return the global shape of a parameter, or (0,) if the shape is unknown, as for plain tensor-parallel shards.
+        `below` is the parameter's name relative to the module."""
         param, place = self.weights[below]
         shape, unknown = Placed(param, (place,)).shape({})
         return (0,) if unknown else shape
@@ -206,8 +206,8 @@ def _layer_in(holder: Holder) -> Attention | None:
     Return None if the module has no such parameters.
 
     Raises:
-        ValueError: Logits of this type of module cannot be measured, sizes are unknown or do not fit together, or the
-            name of a weight suggests that the weight fuses queries and keys in an unknown form.
+        ValueError: Logits of this type of module cannot be measured, sizes are unknown or do not fit together, or a
+            weight's name suggests that it fuses queries and keys in an unknown form.
     """
     number = holder.number
     if isinstance(holder.module, nn.MultiheadAttention):
@@ -254,8 +254,8 @@ def _layer(
 
     Args:
         holder: The module with its parameters.
-        of_weights: Dict from the name of each weight that produces queries or keys, relative to the module, to the
-            weight's blocks of rows, as in `Rows.parts`. Unknown sizes are 0.
+        of_weights: The weights that produce queries or keys: a dict from the weight's name relative to the module to
+            its blocks of rows, as in `Rows.parts`. Unknown sizes are 0.
         repeats, dim: Attributes of `Rows`, equal for all these weights.
         size: Number of rows with role "q" per head; 0 if the number must be derived from the module's attributes.
 

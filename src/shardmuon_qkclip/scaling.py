@@ -13,10 +13,10 @@ located once; after that, each step needs a single reduction over ranks.
     the weights.
 
 [Note: exact on any sharding]
-    The largest logits are reduced over ranks by max. A maximum does not depend on the order of its arguments, so the
-    result is equal on every rank. Every rank computes the same factors from the result, and multiplies the elements
-    that it stores. So the scaled weights have the same bits as in one process. A layout table lists the elements that
-    each rank stores. All ranks make this table together, and cache it.
+    The largest logits are reduced over ranks by max. A maximum does not depend on the order of its arguments, so every
+    rank gets the same result and computes the same factors from it. Each rank scales the elements that it stores, so
+    the scaled weights have the same bits as in one process. A layout table, which all ranks build together and cache,
+    lists the elements that each rank stores.
 
 [Note: variants that keep norms]
     The optimizer variant Hyperball restores the initial norm of each matrix, so it would undo the scaling in the next
@@ -24,10 +24,10 @@ located once; after that, each step needs a single reduction over ranks.
     So QK-clip raises an error for weights that are updated by a variant that keeps norms.
 
 [Note: who reduces]
-    A layer's weights can be stored on several overlapping sets of ranks. The layer's maxima are taken over all ranks
-    that these sets connect. A single reduction covers all layers. It runs over all ranks that share parameters directly
-    or through other ranks. In the reduced vector, each layer has a separate slot for each set of connected ranks. A
-    rank contributes -inf to all slots except those of the sets that it belongs to.
+    A layer's weights can be stored on several sets of ranks. Overlapping sets are merged, and the layer's maxima are
+    taken over each merged set. A single reduction covers all layers. It runs over all ranks that share parameters,
+    directly or through other ranks. In the reduced vector, each layer has one slot per merged set. A rank contributes
+    -inf to the slots of sets that it does not belong to.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class LayerLogits(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A weight of an attention layer, the roles of its rows, and the engine (layout reader) that accesses its local
-    tensor."""
+    """A weight of an attention layer, the roles of its rows, and the engine (storage adapter) that accesses its
+    local tensor."""
 
     layer: Attention
     rows: Rows
@@ -95,8 +95,8 @@ class _Bound(Agreed):
         key: Cache key, which changes if the weights or their sharding change.
         device: Device of the tensors with the largest logits.
         layouts: Layout of each weight, which lists the elements that each rank stores.
-        slots: Slots of the vector of largest logits that is reduced over ranks, in order. Each slot is a tuple (layer
-            name, number of heads, ranks over which the layer's maxima are taken).
+        slots: Slots of the vector that is reduced over ranks, in order. Each slot is a tuple (layer name, number of
+            heads, ranks over which the layer's maxima are taken).
     """
 
     slots: list[tuple[str, int, Ranks]]
@@ -107,7 +107,7 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            # All ranks that have this weight read the same sizes, so all of them raise this error.
+            # Every rank that stores this weight finds the same mismatch and raises this error.
             if size != rows.num():
                 raise Refused(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
@@ -115,8 +115,8 @@ class _Bound(Agreed):
                 )
 
     def own_slots(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return a dict from layer name to this rank's slot: the view of `flat`, the vector of all slots, in which this
-        rank stores the layer's largest logits."""
+        """Split `flat`, the vector that is reduced over ranks, into slots. Return a dict from layer name to the slot in
+        which this rank stores the layer's largest logits."""
         parts = flat.split([num_heads for _, num_heads, _ in self.slots])
         return {name: part for (name, _, ranks), part in zip(self.slots, parts, strict=True) if my_rank() in ranks}
 
@@ -173,12 +173,12 @@ class Scaler(TableCall[_Bound]):
         self,
         measure: Callable[[], Mapping[str, Tensor]],  # returns a dict from layer name to a tensor of shape (num_heads,)
     ) -> None:
-        """Compute the largest logits over all ranks, which determine the factors in `apply_`. Collective. No weights
-        are changed.
+        """Reduce the largest logits over all ranks. `apply_` computes the factors from the result. Collective. No
+        weights are changed.
 
         Args:
-            measure: Function that returns this rank's maxima. Layers that were not measured can be missing. The
-                function may be the user's, so it may raise any exception.
+            measure: Function that returns this rank's largest logits. Layers that were not measured can be missing. The
+                function may be supplied by the user, so it may raise any exception.
 
         Raises:
             Refused: An error occurred on this rank or on another rank. The exception is raised on every rank.
@@ -203,13 +203,13 @@ class Scaler(TableCall[_Bound]):
 
     @torch.no_grad()
     def apply_(self) -> tuple[LayerLogits, ...]:
-        """Scale the rows that this rank stores. The factors are computed from the maxima that `reduce` has found.
+        """Scale the rows that this rank stores, by factors computed from the maxima that `reduce` has found.
         Collective, because the ranks confirm to each other that the scaling has succeeded.
 
         Raises:
-            ExchangeError: An error occurred on this or another rank while it scaled weights, so it is possible that
-                only some weights have been scaled. The optimizer then refuses further steps. If the error is an
-                interrupt or an out-of-memory error, the rank on which it occurred raises it unchanged.
+            ExchangeError: An error occurred on this or another rank during scaling, so possibly only some weights have
+                been scaled. The optimizer then refuses further steps. An interrupt or an out-of-memory error is raised
+                unchanged on the rank on which it occurred.
         """
         bound, fault, done = self._bound, Fault(), tuple[LayerLogits, ...]()
         assert bound is not None, "reduced"
@@ -277,9 +277,9 @@ class Scaler(TableCall[_Bound]):
         return _Bound(table, found), told
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
-        """Assign slots in the vector of largest logits, which is reduced over ranks, to the layers. The assignment is
-        based on the mappings from layers to ranks that all ranks have sent. A layer gets one slot for each set of
-        connected ranks (see [Note: who reduces])."""
+        """Merge the sets of ranks that store each layer's weights, and give each layer one slot per merged set in the
+        vector of largest logits (see [Note: who reduces]). `everyone` contains one dict from layers to ranks for each
+        rank."""
         kept.slots = []
         for layer in sorted(set().union(*everyone)):
             connected: list[Ranks] = []

@@ -88,7 +88,7 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
 )
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
     """An audit of a correct step must report nothing on any layout. Each layout is tested with only one variant and one
-    method, because the way in which an audit reads a layout depends on neither."""
+    method, because how an audit reads a layout depends on neither."""
     number = list(LAYOUTS).index(layout)
     variant, method = ON_LAYOUTS[number % len(ON_LAYOUTS)], METHODS[number % len(METHODS)]
     reports = RankPool.cached(world).run(sound, layout, variant=variant, method=method)
@@ -126,19 +126,19 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     [_row(dtype, options, numeric=not {"method", "ns_dtype"} & options.keys()) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """An audit must report nothing for a correct step with any options. In the cases with fp64 weights, the state of
-    post-processing stages (NorMuon, ..) is nevertheless fp32."""
+    """An audit must report nothing for a correct step with any options. The state of post-processing stages (NorMuon,
+    ..) is fp32 even if the weights are fp64."""
     for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# Among many random correct steps, the steps in MOVED_MOST had the largest rounding errors. In some of them, rounding
-# completely changes one direction (a pair of singular vectors) of the update. The causes are a maximum of the
-# polynomial (bf16, fp16 standard), noise in a null direction (fp16 Gram form), and a first iteration that nearly
-# cancels the largest singular value (seed 1000729). In other steps, post-processing precedes the cast to fp16 for the
-# exchange, or the matrix is all ones, so that MuonEq rounds all elements alike. In the step with seed 8500193, torch's
-# own addition updates bf16 weights.
+# Among many random correct steps, the steps in MOVED_MOST had the largest rounding errors. In the steps without a
+# variant, rounding changes one pair of singular vectors of the update completely. The causes are a maximum of the
+# polynomial, noise in a null direction (fp16 Gram form), and a first iteration that nearly cancels the largest singular
+# value (seed 1000729). In fp16 with NorMuon, post-processing precedes the cast to fp16 for the exchange. With MuonEq,
+# the matrix is all ones, so all elements are rounded alike. In the step with seed 8500193, torch's own addition updates
+# bf16 weights.
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),
@@ -314,8 +314,8 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
 
 
 def scheduled(name: str) -> list[str]:
-    """Run ten steps, of which every third is audited. Plant the fault `name` in the unaudited step 5 and in the audited
-    step 7. Return a line per step that says whether the step passed or raised an error."""
+    """Run ten steps with an audit of every third step. Plant the fault `name` in step 5, which is not audited, and in
+    step 7, which is audited. Return one line per step that says whether the step passed or raised an error."""
     fault = FAULTS[name]
     job = Job("fsdp2", fault.dtype, audit_every=3, **fault.options)
     log = []

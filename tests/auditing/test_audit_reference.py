@@ -39,16 +39,17 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """Return the reference's orthogonalization of its matrix, computed as if the matrix were first divided by `longer`
-    times its norm."""
+    """Return the orthogonalized matrix of `reference`, computed as if the matrix were first divided by `longer` times
+    the norm of the matrix."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 
 
 def eigen_bound(shape: Sequence[int], coefficients: Coefficients) -> float:
-    """Return an error bound for a polynomial that is evaluated through the eigenvalues of a Gram matrix. For a matrix
-    of norm 1, the squared singular values have the error of an fp64 eigenproblem (see `polar_bound`). A singular
-    value near zero therefore has the square root of that error, amplified by the slope of the polynomial at zero."""
+    """Return an error bound for a polynomial of a matrix of norm 1, evaluated through the eigenvalues of the Gram
+    matrix. The eigenvalues are squared singular values with the error of an fp64 eigensolver (see `polar_bound`). The
+    error of a singular value near zero is the square root of that error, and the polynomial multiplies it by its slope
+    at zero."""
     return math.prod(a for a, _, _ in coefficients) * (max(shape) * roundoff(torch.float64)) ** 0.5
 
 

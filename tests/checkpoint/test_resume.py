@@ -131,8 +131,8 @@ class Job:
         return {key: {name: local(t).clone() for name, t in of_key.items()} for key, of_key in out.items()}
 
     def differences(self, expected: Mapping[str, Tensors]) -> list[str]:
-        """Return the names of this rank's weights and state that are not bitwise equal to the corresponding parts of
-        the full tensors of a single-process run."""
+        """Compare this rank's weights and state with the full tensors `expected` of a single-process run. Return the
+        names of those that are not bitwise equal."""
         found, row = list[str](), LAYOUTS[self.layout]
         for key, full in expected.items():
             # `build`, which shards full tensors, needs a tensor for every parameter, and the tensor's dtype must

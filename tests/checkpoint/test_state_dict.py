@@ -133,8 +133,8 @@ def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torc
 
 
 def test_numbers_that_require_grad_are_numbers() -> None:
-    """Options such as lr may be tensors that require grad. torch warns when such a tensor is converted to a number
-    without being detached first, and the test suite turns this warning into an error."""
+    """Options such as lr may be tensors that require grad, and must stay so after loading. torch warns if such a tensor
+    is converted to a number without being detached, and the test suite turns this warning into an error."""
     (old, params), (new, others) = pair(), pair()
     for group in old.param_groups:
         group.update(lr=torch.tensor(0.05, requires_grad=True), weight_decay=torch.tensor(0.5, requires_grad=True))
@@ -154,8 +154,8 @@ class File:
     tied: bool = False  # True if both layers share one weight
     frozen: bool = False
     empty_at: int | None = None  # index at which an empty parameter group is inserted into the optimizer
-    # `busy` is None if torch can create the optimizer's state before loading. Otherwise, `busy` is the reason why torch
-    # cannot: an empty string if gradients exist, or the text of the error that interrupted an earlier step.
+    # `busy` is None if torch can create the optimizer's state before loading. Otherwise, gradients exist, and `busy` is
+    # the text of the error that interrupted an earlier step, or "" if all steps succeeded.
     busy: str | None = None
 
 

@@ -1,6 +1,6 @@
-"""Tests of the vote by which ranks agree on a step before it starts, both simulated and on real ranks. Ranks that share
-parameters, directly or through other ranks, form a connected component, and all ranks of a component must get the same
-result."""
+"""Tests of the vote in which ranks agree on a step before it starts, with simulated and with real ranks. Ranks that
+share parameters, directly or through other ranks, form a connected component, and all ranks of a component must get the
+same result."""
 
 from __future__ import annotations
 
@@ -177,9 +177,8 @@ ALL = (0, 1, 2)
 
 
 def _most_bits() -> bool:
-    """Vote with the largest allowed number of presence bits, each of which states that a gradient exists, and with
-    digests that differ between ranks. Then check that an optimizer whose shards need more bits than allowed raises an
-    error."""
+    """Vote with the largest allowed number of presence bits (each says whether a gradient exists) and with digests that
+    differ between ranks. Then check that an optimizer whose shards need more bits raises an error."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)

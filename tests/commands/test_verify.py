@@ -30,8 +30,8 @@ from shardmuon.testing.pool import RankPool
 
 
 def rows_of(pool: RankPool, *words: str) -> list[dict[str, str]]:
-    """Run `shardmuon verify` on a pool, and return the rows of the table that it prints. Results must be bitwise equal
-    to the reference on all layouts."""
+    """Run `shardmuon verify` on a pool of ranks, and return the rows of the printed table. Results must be bitwise
+    equal to the reference on all layouts."""
     out = io.StringIO()
     with mock.patch.object(verify, "RankPool", return_value=nullcontext(pool)), redirect_stdout(out):
         assert main(["verify", "--ranks", str(pool.world_size), *words]) == 0, out.getvalue()
@@ -113,8 +113,8 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     (cells,) = rows_of(deepspeed_pools[3], "--layout", "zero3")
     assert cells["NS runs"] == cells["matrices"] == "58", cells
-    # A step on one flat buffer takes one vote and two exchanges. The count includes the collectives of all flat
-    # buffers.
+    # A step on a single flat buffer runs three collectives: one vote and two exchanges. The table counts those of all
+    # flat buffers.
     assert int(cells["collectives"]) >= 3
     assert int(cells["bytes/rank"]) > 1000
 

@@ -1,4 +1,4 @@
-"""Tests of the code statistics that scripts/house.py counts. The expected values for small sources and for a chain of
+"""Tests of the code statistics that scripts/house.py computes. The expected values for small sources and for a chain of
 calls were counted by hand."""
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: Modu
     """`unevenness` is the number of bytes that the busiest rank sends, divided by the mean over all ranks.
 
     With four shards, the owner sends three quarters of the matrix, and each other rank sends one quarter, so the owner
-    sends twice the mean. With two replicas of two shards, only the replica that contains the owner sends. Each of its
-    two ranks sends half of the matrix to the other one and half to the other replica, so both send twice the mean.
+    sends twice the mean. With two replicas of two shards, only the two ranks of the owner's replica send. Each sends
+    half of the matrix within the replica and half to the other replica, so both send twice the mean.
     """
     from shardmuon.layout.mesh import Shard
 

@@ -14,8 +14,8 @@ KEYWORDS = {"atol", "rtol"}
 
 
 def loose(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the source text of every tolerance in a module. A tolerance is a keyword such as atol, or a
-    small literal as the upper limit of a measured number."""
+    """Yield the line and the source text of every tolerance in a module. A tolerance is a call such as `isclose`, a
+    call with a keyword argument such as atol, or a comparison that bounds a number from above by a small literal."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))

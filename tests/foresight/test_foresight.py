@@ -45,8 +45,8 @@ FEW = SPARSE | {"num_experts": 2}
 # The matrix sizes are chosen so that the 8-bit momentum of some rows is one quantization block and that of other rows
 # is two.
 BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)
-# The bucket size `bucket_bytes` counts bytes in the wire dtype, the dtype in which ranks exchange data, which is bf16
-# if matmuls are in bf16.
+# `bucket_bytes` counts bytes in the wire dtype, the dtype in which ranks exchange data. If matmuls are in bf16, so is
+# the exchange.
 AUTO: dict[str, Any] = {"bucket_bytes": 20_000}
 OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 

@@ -107,10 +107,10 @@ def test_layers_are_told_from_their_experts() -> None:
 
 
 def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
-    """Each rank of DeepSeek-V3 on the mesh "shard=64 ep=8" stores 4 experts of 3 matrices in each of 58 layers with
-    experts. At least 95% of these matrices are updated without communication, in at most 17 buckets instead of 348
-    small ones. The batches in which the matrices of a bucket are orthogonalized take at most 1/32 as much memory as the
-    rank's momentum."""
+    """With DeepSeek-V3 on the mesh "shard=64 ep=8", each rank stores 4 experts, each with 3 matrices, in each of the 58
+    MoE layers. At least 95% of these matrices must be updated without communication, in at most 17 buckets instead of
+    348 small ones. The batches in which a bucket's matrices are orthogonalized must take at most 1/32 as much memory as
+    the rank's momentum."""
     for c in Exact.of_job("deepseek-v3", "shard=64 ep=8").classes:
         local = [bucket for bucket in c.buckets if bucket.route == "local"]
         assert len(local) <= 17 and not any(side.bytes for bucket in local for side in bucket.sent)
@@ -121,7 +121,7 @@ def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
 
 
 def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
-    """DeepSpeed pads a flat buffer to a multiple of two elements per rank for NCCL. On four ranks, 17 elements are
+    """DeepSpeed pads a flat buffer to a multiple of two elements per rank for NCCL. On four ranks, 17 elements must be
     padded to 24, which is six per rank."""
     (ranks,) = Exact.of_job(nn.Sequential(nn.Linear(17, 1, bias=False)), "dp=4", engine="zero").classes
     assert (ranks.count, ranks.stored.weights, ranks.stored.masters) == (4, 4 * 24, 4 * 6)

@@ -182,8 +182,8 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
     assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
-    # The factor by which computation slows down when several ranks of a node compute at once is assumed to grow in
-    # proportion to the number of ranks beyond the largest number measured.
+    # `slowdown` is the factor by which several ranks of a node slow each other down. Beyond the largest measured number
+    # of ranks, the factor is assumed to be proportional to the number of ranks.
     assert rates.slowdown(4).tolist() == [3.0] * 3
     assert len(rates.extrapolated) == 3
 
@@ -278,8 +278,8 @@ def _but(without: str, given: dict[str, Any]) -> Hardware:
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Return the exact counts of what each rank stores, sends and computes in a job in which four ranks share eight
-    matrices of `rows` x 4096 and a vector of 4,000 elements."""
+    """Return the exact counts of what each rank stores, sends and computes in a job on four ranks with eight matrices
+    of `rows` x 4096 and a vector of 4,000 elements."""
     with torch.device("meta"):
         model: nn.Module = nn.Sequential(*(nn.Linear(4096, rows, bias=False) for _ in range(8)), nn.RMSNorm(4000))
     return Exact.of_job(model, "shard=4", method="standard", ns_dtype=torch.bfloat16)

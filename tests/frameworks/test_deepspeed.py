@@ -139,8 +139,7 @@ def _marked_on_one_rank(net: Any) -> None:
 
 
 def _replaced(net: Any) -> None:
-    """Replace a layer's weight with a new parameter that has only some of its rows, as AutoTP does when it shards a
-    layer."""
+    """Replace a layer's weight with a new parameter that has fewer rows, as AutoTP does when it shards a layer."""
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
 
@@ -222,7 +221,8 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 def test_a_checkpoint_resumes_bit_for_bit_with_every_step_audited(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case, tmp_path: Path
 ) -> None:
-    """The test uses NorMuon, to check that the checkpoint contains NorMuon's second moment as well as the momentum."""
+    """The resumed job must end with the same weights as an uninterrupted job. With NorMuon, it therefore needs the
+    saved second moment as well as the momentum."""
     deepspeed_pools[world].run(_resumed, case, str(tmp_path))
 
 
@@ -279,9 +279,9 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
         assert len({t.untyped_storage().data_ptr() for t in kept}) == len(kept), "flats share state"
 
 
-# When DeepSpeed loads a checkpoint, it matches the saved parameter groups to the optimizer's groups by position, and
-# with ZeRO stage 3, it gives the first group's options to all groups. TURNED lists the groups of JOINED in another
-# order, with an AdamW group first, to check that each group nevertheless gets its own options.
+# When DeepSpeed loads a checkpoint, it matches the saved parameter groups to the optimizer's groups by position. With
+# ZeRO stage 3, it gives all groups the options of the first group. TURNED has the groups of JOINED in another
+# order, with an AdamW group first, to test that each group keeps its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 

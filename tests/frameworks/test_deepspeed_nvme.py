@@ -1,7 +1,7 @@
 """Tests of NVMe offloading with ZeRO stage 3, using real swap files and the real DeepSpeed package.
 
 The tests that swap need DeepSpeed's async_io extension, which `make nvme` compiles in a few minutes. The other tests
-check that unsupported settings raise errors, and run everywhere.
+check that unsupported settings raise errors, and need no extension.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def _loaded_by_deepspeed(case: Case, folder: str) -> None:
-    """Check that a step raises an error after a checkpoint is loaded with DeepSpeed's own `load_checkpoint` instead of
-    shardmuon's, and that a new job in the same swap folder can train and save."""
+    """Load a checkpoint with DeepSpeed's own `load_checkpoint` instead of shardmuon's, and check that the next step
+    raises an error. Then check that a new job in the same swap folder can train and save."""
     with started(case) as job:
         job.engine.load_checkpoint(folder, tag="here")
         before = job.masters()

@@ -30,7 +30,7 @@ from shardmuon.testing import RankPool
 TINY = train.Config(dim=32, heads=4, kv_heads=2, hidden=48, seq_len=16, batch=8, steps=4, warmup=1, eval_batches=1)
 TEXT = [np.random.default_rng(side).integers(0, 256, 2048, dtype=np.uint8) for side in (0, 1)]
 # The bound on the rounding error of gradients assumes about 50 consecutive operations in the forward and backward
-# passes, each of which sums up to 128 terms (one per token of the batch). The factor 2 is needed because both of the
+# passes, each summing at most 128 terms (one per token of the batch). The factor 2 is needed because both of the
 # compared gradients are rounded.
 GRADIENTS = 2 * 50 * (roundoff(torch.float32) + sum_roundoff(torch.float32, 128))
 
@@ -86,8 +86,8 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
     expected, alone = in_one_process()
     for batch, run in RankPool.cached(ranks).run(batch_and_run, layout):
         assert batch.keys() == expected.keys()
-        # The test compares raw gradients, because Muon's update does not depend on their scale and would hide a wrong
-        # one.
+        # The test compares raw gradients, because Muon's update does not depend on the scale of the gradients and would
+        # hide a wrong scale.
         for name, whole in expected.items():
             assert_near(batch[name], whole, GRADIENTS, name)
         assert run["proof"] == alone["proof"] == {

@@ -71,8 +71,9 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     ],
 )
 def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool, how: dict[str, Any]) -> None:
-    """The model has matrices, a tied embedding, norms, biases and a frozen FSDP unit. The optimizer is created either
-    before or after wrapping. Parameters must be routed as in the unwrapped model."""
+    """Train a model with matrices, a tied embedding, norms, biases and a frozen FSDP unit. The weights must equal those
+    of a single process, and parameters must be routed as in the unwrapped model. `before` says whether the optimizer is
+    created before wrapping."""
     assert RankPool.cached(world).run(_trained, strategy, before, how) == [([], True)] * world
 
 
@@ -355,7 +356,7 @@ def _mistake(case: str) -> None:
             optimizer.prepare()
     if case == "model gone":
         del model, net
-        gc.collect()  # FSDP1's modules are part of reference cycles, so only a garbage collection frees them.
+        gc.collect()  # FSDP1's modules are part of reference cycles, so only garbage collection frees them.
     optimizer.prepare()
     with model.no_sync():
         train(model, optimizer, range(1))

@@ -84,8 +84,8 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return a dict that says for each sharding feature (such as shards that end inside a row) whether the job has it,
-    judging by the shards that Megatron reports."""
+    """Return a dict from each sharding feature (such as shards that end inside a row) to a bool that says whether the
+    shards reported by Megatron have the feature."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -318,8 +318,8 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Patch Megatron to behave as if TransformerEngine were installed, or missing if `found` is False. Megatron stores
-    the step count in a different place in each of the two cases."""
+    """Patch Megatron to behave as if TransformerEngine were installed (if `found` is True) or missing. Megatron stores
+    the step count in a different place in each case."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)

@@ -136,8 +136,8 @@ def _wrapped(form: str, model: nn.Module) -> Any:
 
 
 class Job:
-    """A model wrapped by Megatron-FSDP with its optimizer, and a single-process reference: the same model (with this
-    rank's experts) and an optimizer, without Megatron-FSDP."""
+    """A model wrapped by Megatron-FSDP, its optimizer, and a single-process reference. The reference consists of the
+    same model (with this rank's experts), unwrapped, and an optimizer of its own."""
 
     def __init__(self, form: str, **options: Any) -> None:
         torch.manual_seed(0)
@@ -211,7 +211,7 @@ class Job:
 
     def check(self) -> set[str]:
         """Assert that this rank's weights and state match the single-process reference bitwise. Return the names of the
-        parameters of which this rank stores elements."""
+        parameters that have elements on this rank."""
         params = self.params()
         for name, q in self.dense_model.named_parameters():
             p, kept = params[name], self.dense.state[q]
@@ -228,8 +228,8 @@ class Job:
         return full if cut is None else tensor_parallel_part(full, dist.get_rank() % 2, 2, *cut)
 
     def stored(self, full: Tensor, name: str) -> Tensor:
-        """Return this rank's shard of a full tensor, which is the slice of the rank's tensor-parallel part that
-        megatron-fsdp stores."""
+        """Return this rank's shard of a full tensor: the slice of its tensor-parallel part that megatron-fsdp
+        stores."""
         part, p = self.part(full, name), self.params()[name]
         # Parameters that are not sharded have no attribute `megatron_fsdp_slice`, and every rank stores all of their
         # elements.
@@ -238,9 +238,9 @@ class Job:
 
 
 def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int, ...]]]:
-    """Train a few steps and check the result of each. Return the names of the parameters of which this rank stores
-    elements, and two sets of ranks: those that share the first matrix and those that share the weight of the mixer
-    layer."""
+    """Train a few steps and check the result of each. Return the names of the parameters that have elements on this
+    rank, and two sets of ranks: those that share the first matrix and those that share the weight of the layer
+    "mixer"."""
     with _megatron():
         job = Job(form, **variant)
         fresh = [local_if_any(t) for p in job.params().values() for t in job.optimizer.state[p].values()]
@@ -282,8 +282,9 @@ HYPERBALL = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
     form: str, world: int, variant: dict[str, Any]
 ) -> None:
-    """The steps cover parameters without a gradient, empty shards (whose gradient is None), strided and contiguous
-    tensor-parallel shards, and experts with their own data-parallel group."""
+    """Weights and state must match a single process bitwise. The cases cover parameters without a gradient, empty
+    shards (whose gradient is None), strided and contiguous tensor-parallel shards, and experts with their own
+    data-parallel group."""
     found = RankPool.cached(world).run(_train, form, variant)
     names = {name for name, _ in Model(EXPERTS if form == EXPERTS else BLOCKS).named_parameters()}
     assert {name for stored, _ in found for name in stored} == names
@@ -377,7 +378,8 @@ def _save(form: str, folder: str, variant: dict[str, Any]) -> tuple[dict[str, An
         job = Job(form, **variant)
         job.step(10)
         job.step(20, UPDATED_BY_ADAMW)
-        # Step counts are marked as after a save in which this rank stored no elements of any parameter.
+        # Simulate an earlier save in which this rank stored no elements of any parameter. Such a save marks the step
+        # counts so that this rank does not write them. The mark must not affect this save.
         for values in job.optimizer.state.values():
             if "step" in values:
                 values["step"].__create_write_items__ = lambda *_: []
