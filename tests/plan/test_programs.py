@@ -18,7 +18,7 @@ from shardmuon.foresight.counting import BucketCount
 from shardmuon.layout.pieces import ParamLayout, Tile
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.plan.plan import Item, Policy, Spec
-from shardmuon.plan.planner import _shares_of, make_plan
+from shardmuon.plan.planner import _lines, _shares_of, make_plan
 from shardmuon.plan.program import BufferPlace, Copy, Load, Program, _joined
 
 
@@ -163,34 +163,28 @@ def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> None:
+def test_shares_divide_the_work_of_each_owner_evenly_within_the_size_of_a_bucket(seed: int) -> None:
     draw = random.Random(seed)
     sides = draw.choice([[4], [4, 6, 8], list(range(1, 40))])
     items = [
         Item(n, 0, draw.choice(sides), draw.choice(sides), (draw.randrange(3),), "owner", "", draw.randrange(100))
         for n in range(draw.randrange(1, 60))
     ]
-    lines = [[item for item in items if item.owners == (rank,)] for rank in range(3)]
-    lines = [sorted(line, key=lambda item: -item.cost if seed % 2 else item.rows) for line in lines if line]
+    lines, longest = _lines(items), max(map(len, _lines(items)))
     for most, least in itertools.product((1, 16, 47, 100, 500, 10**5), (1, 4)):
         shares = _shares_of(lines, most, least)
-        assert len(shares) == max(max(_num_filled(line, most) for line in lines), min(least, max(map(len, lines))))
+        fewest = max(least, *(-(-sum(item.numel for item in line) // most) for line in lines))
+        assert min(fewest, longest) <= len(shares) <= min(2 * fewest, longest)
+        assert most < 10**5 or len(shares) == min(least, longest)
         assert sorted(item.param for share in shares for item in share) == list(range(len(items)))
         for line in lines:
             parts = [part for share in shares if (part := [item for item in share if item in line])]
             assert [item for part in parts for item in part] == line
             assert all(len(part) == 1 or sum(item.numel for item in part) <= most for part in parts)
-            assert len(parts) == min(len(shares), len(line))
-
-
-def _num_filled(line: Sequence[Item], most: int) -> int:
-    """Return how many shares (groups of at most `most` elements) are needed to hold the items of `line` if they are
-    assigned in order."""
-    num, left = 0, 0
-    for item in line:
-        num, left = (num + 1, most) if not num or item.numel > left else (num, left)
-        left -= item.numel
-    return num
+            if most == 10**5:  # larger than all matrices of a line together
+                assert len(parts) == min(len(shares), len(line))
+                work = [sum(item.cost for item in part) for part in parts]
+                assert len(shares) * (max(work) - line[0].cost) <= sum(work)
 
 
 PLAIN = LAYOUTS["fsdp"](VIEWS["plain"]())

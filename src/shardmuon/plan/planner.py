@@ -16,9 +16,9 @@ matrices that are exchanged together, so that a step takes as little time as pos
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from math import isqrt
 from typing import NamedTuple
 
@@ -83,10 +83,9 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
     """Choose the owners (the ranks that orthogonalize a matrix) and the buckets for the matrices that a set of ranks
     shares. Either all ranks divide the matrices among themselves, or every replica orthogonalizes all of its matrices
     itself if that is estimated to save enough time."""
-    owners = _owners(specs, drafts, ranks, policy.machine.per_node)
-    _hand_on(specs, drafts, owners, ranks, policy.machine)
+    owners = _owners(specs, drafts, ranks, policy.machine)
     shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
-    each = _each_for_itself(specs, drafts, policy.machine.per_node) if policy.each else {}
+    each = _each_for_itself(specs, drafts, policy.machine) if policy.each else {}
     if not each:
         return shared
     alone = _cheapest(specs, [each.get(item.key, item) for item in shared.items], policy)
@@ -124,58 +123,38 @@ def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
     return item._replace(owners=owners, route="local" if stays else item.route)
 
 
-def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> dict[_Key, int]:
-    """Choose an owner, the rank that orthogonalizes the matrix, for each matrix that a set of ranks shares. Matrices
-    with a single candidate are assigned first, the others in order of decreasing cost. Each matrix goes to the
-    candidate with the least work so far. Among candidates with equal work, those in the replica that has been assigned
-    the fewest elements are preferred, because a replica sends its results to the other replicas. If several candidates
-    remain, owners alternate between nodes."""
-    ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
-    place = {rank: at for at, rank in enumerate(ranks)}
+def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine: Machine) -> dict[_Key, int]:
+    """Choose the owner (the rank that orthogonalizes it) of each matrix that a set of ranks shares. Matrices with a
+    single candidate are assigned first, the others in order of decreasing cost. Each matrix goes to the candidate that
+    has the least work so far. Among candidates with equal work, those in the replica that has been assigned the fewest
+    elements are preferred, because a replica sends its results to the other replicas. If several candidates remain,
+    owners alternate between nodes.
+
+    At the end, overloaded ranks give matrices that no other rank stores to the rank of their node with the least work.
+    This helps with models in which all ranks store experts, but only a few ranks also own a dense matrix."""
+    ranks = tuple(sorted(ranks, key=lambda rank: (rank % machine.per_node, rank)))
+    place, node = {rank: at for at, rank in enumerate(ranks)}, np.array(ranks) // machine.per_node
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    # `work` counts the floating point operations assigned to each rank so far, and `moved` counts the matrix elements
-    # assigned to each replica so far.
+    # `work` has the number of floating point operations assigned to each rank so far, and `moved` has the number of
+    # matrix elements assigned to each replica so far. A rank is overloaded if its work exceeds `late`.
     work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
-    found = dict[_Key, int]()
-    for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
+    late, found = 1.03 * sum(item.cost for item in drafts) / len(ranks), dict[_Key, int]()
+    order = sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key))
+    for item in (*order, *(item for item in order if _may_go(specs[item.param], item, machine))):
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
+        if item.key in found:
+            if work[at[0]] <= late:
+                continue
+            work[at[0]] -= item.cost
+            at = np.flatnonzero(node == node[at[0]])
         at = at[work[at] == work[at].min()]
         owner = int(at[moved[of_rank[at]].argmin()])
         work[owner] += item.cost
         moved[of_rank[owner]] += item.numel
         found[item.key] = ranks[owner]
     return found
-
-
-def _hand_on(
-    specs: Sequence[Spec], drafts: Sequence[Item], owners: dict[_Key, int], ranks: Ranks, machine: Machine
-) -> None:
-    """Reassign matrices of overloaded ranks to other ranks of the same node, by changing `owners` in place. Only
-    matrices that are stored by a single rank are reassigned. This helps with models in which all ranks store experts,
-    but only a few ranks also store a dense matrix."""
-    # `loads` counts the floating point operations assigned to each rank. `alone` lists, for each rank, a pair
-    # (cost, key) for each matrix that can be reassigned from this rank to another.
-    loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, _Key]]](list)
-    for item in drafts:
-        owner = owners[item.key]
-        loads[owner] += item.cost
-        if _may_go(specs[item.param], item, machine):
-            alone[owner].append((item.cost, item.key))
-    # number of floating point operations above which a rank counts as overloaded
-    late = 1.03 * sum(loads.values()) / len(loads)
-    for node in {rank // machine.per_node for rank in alone if loads[rank] > late}:
-        mates = [rank for rank in ranks if rank // machine.per_node == node]
-        while True:
-            mate, rank = (of(mates, key=lambda rank: (loads[rank], rank)) for of in (min, max))
-            cost, key = max(alone[rank], default=(0, (0, 0)))
-            if loads[rank] <= late or not cost or loads[mate] + cost >= loads[rank]:
-                break
-            alone[rank].remove((cost, key))
-            owners[key] = mate
-            loads[mate] += cost
-            loads[rank] -= cost
 
 
 def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
@@ -187,7 +166,7 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
     return worth and not spec.kept and len(item.owners) == len(spec.layout.tiles[item.matrix]) == 1
 
 
-def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[_Key, Item]:
+def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Machine) -> dict[_Key, Item]:
     """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all of its matrices itself.
     Owners are chosen in the first replica. In every other replica, the rank that stores the same piece as the chosen
     rank becomes an owner. Return a dict from each item's key to the item. If the layouts of the matrices divide the
@@ -202,7 +181,7 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: in
     first = set(replicas[0])
     able = {owners: tuple(rank for rank in owners if rank in first) for owners in {item.owners for item in drafts}}
     mine = [item for item in drafts if able[item.owners] and specs[item.param].layout.replicas == replicas]
-    inside = _owners(specs, [item._replace(owners=able[item.owners]) for item in mine], replicas[0], per_node)
+    inside = _owners(specs, [item._replace(owners=able[item.owners]) for item in mine], replicas[0], machine)
     found = dict[_Key, Item]()
     for item in mine:
         layout = specs[item.param].layout
@@ -348,57 +327,37 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
     last relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
     found: list[_Share] = []
     for wave in waves:
-        lines: dict[tuple[int, int], _Share] = {}  # dict from (index of a replica, owner) to the owner's matrices
-        for item in wave:
-            one = prices[item.key]
-            lines.setdefault((one.replica, one.owner), []).append(item)
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
         # for each replica, the number of its owners whose matrices have been assigned to a share so far
         dealt = Counter[int]()
-        for at in sorted(lines, key=lambda at: (-sum(item.cost for item in lines[at]), at)):
-            shares[dealt[at[0]] % len(shares)] += lines[at]
-            dealt[at[0]] += 1
+        for line in sorted(_lines(wave), key=lambda line: (-sum(item.cost for item in line), line[0].owners)):
+            replica = prices[line[0].key].replica
+            shares[dealt[replica] % len(shares)] += line
+            dealt[replica] += 1
         found += filter(None, shares)
     return found
 
 
 def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
-    """Split the matrices of all owners into as few shares (buckets) as possible, but into at least `least` shares if
-    there are enough matrices. In each share, an owner has at most `most` elements, or a single larger matrix. Within
-    these limits, the work of each owner is spread evenly over the shares."""
-    needed = [_needed([item.numel for item in line], most) for line in lines]
-    num = max(least, *(of_line[0] for of_line in needed))
-    cut = [_cut(line, of_line, most, num) for line, of_line in zip(lines, needed, strict=True)]
-    shares = [[item for part in parts for item in part] for parts in zip(*cut, strict=True)]
-    return [share for share in shares if share]
+    """Split the matrices of all owners into at least `least` shares (buckets), if there are enough matrices. In each
+    share, an owner has at most `most` elements, or a single larger matrix. The work of each owner is spread evenly over
+    the shares."""
+    num = max(len(_cut(line, most, least)) for line in lines)
+    cut = (_cut(line, most, num) for line in lines)
+    return [list(chain.from_iterable(parts)) for parts in zip_longest(*cut, fillvalue=())]
 
 
-def _needed(sizes: Sequence[int], most: int) -> list[int]:
-    """For each position in a list of matrix sizes, count the shares needed for the rest of the list if each share has
-    at most `most` elements or a single larger matrix. The result ends with an additional 0, for the empty rest."""
-    found = [0] * (len(sizes) + 1)
-    end, filled = len(sizes), 0
-    for start in range(len(sizes) - 1, -1, -1):
-        filled += sizes[start]
-        while filled > most and end > start + 1:
-            end -= 1
-            filled -= sizes[end]
-        found[start] = 1 + found[end]
-    return found
-
-
-def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Share]:
-    """Split the matrices that one rank orthogonalizes into `num` shares (parts of buckets) of about equal work, with as
-    few empty shares as possible. The order of the matrices is kept."""
-    parts: list[_Share] = [[] for _ in range(num)]
-    left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
-    for place, item in enumerate(line):
-        behind = num - share - 1  # number of shares that are filled after the current share
-        if parts[share] and behind and needed[place] <= behind:
-            enough = work * (behind + 1) >= left
-            if enough or filled + item.numel > most or len(line) - place <= behind:
-                left, share, work, filled = left - work, share + 1, 0, 0
-        parts[share].append(item)
+def _cut(line: _Share, most: int, num: int) -> list[_Share]:
+    """Split the matrices that one rank orthogonalizes into `num` shares (parts of buckets) of about equal work, or into
+    more shares if a share would have more than `most` elements. The order of the matrices, which is that of decreasing
+    cost, is kept."""
+    parts, total, work, filled = [list[Item]()], sum(item.cost for item in line), 0, 0
+    for item in line:
+        has_enough = len(parts) < num and work * num >= total * len(parts)
+        if parts[-1] and (has_enough or filled + item.numel > most):
+            parts.append([])
+            filled = 0
+        parts[-1].append(item)
         work += item.cost
         filled += item.numel
     return parts
