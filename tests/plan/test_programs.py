@@ -173,8 +173,8 @@ def test_shares_divide_the_work_of_each_owner_evenly_within_the_size_of_a_bucket
     lines, longest = _lines(items), max(map(len, _lines(items)))
     for most, least in itertools.product((1, 16, 47, 100, 500, 10**5), (1, 4)):
         shares = _shares_of(lines, most, least)
-        fewest = max(least, *(-(-sum(item.numel for item in line) // most) for line in lines))
-        assert min(fewest, longest) <= len(shares) <= min(2 * fewest, longest)
+        needed = [min(len(line), max(least, -(-sum(item.numel for item in line) // most))) for line in lines]
+        assert min(least, longest) <= len(shares) <= min(2 * max(needed), longest)
         assert most < 10**5 or len(shares) == min(least, longest)
         assert sorted(item.param for share in shares for item in share) == list(range(len(items)))
         for line in lines:
