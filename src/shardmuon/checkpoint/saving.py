@@ -328,16 +328,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                     f"{names[id(param)]}: it is a plain shard (tensor_model_parallel) that is in no group of the "
                     "optimizer, so which part it is cannot be told. Give it to the optimizer, frozen or not"
                 )
-    table = bind(listed, beyond=(everyone,), before=everyone, fault=fault)
-
-    # Store the global shape of each parameter as an attribute, because the shape of a tensor-parallel shard does not
-    # reveal the global shape.
-    def remember() -> None:
-        for one, layout in zip(table.params, table.layouts, strict=True):
-            engine_for(one.param, one.group).remember(one.param, layout.view.shape)
-
-    run_together(remember)
-    return table
+    return bind(listed, beyond=(everyone,), before=everyone, fault=fault)
 
 
 def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[str, Any]]:

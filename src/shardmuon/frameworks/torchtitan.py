@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.components.optimizer.utils import get_flat_optim_state_dict, load_flat_optim_state_dict
 from torchtitan.tools.logging import logger
 
 from shardmuon.muon import Muon
@@ -50,22 +49,8 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         self.optimizers = [Muon(part, **options) for part in model_parts]
         for index, optimizer in enumerate(self.optimizers):
             logger.info(f"Muon (model_part={index}):\n{optimizer}")
+            # torchtitan creates missing state by a step with zero gradients, except where some parameter has state
+            optimizer.complete_state()
         params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._validate_params(params)
         self._post_init(params)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a flat state dict in torchtitan's format, in which each key contains a parameter's name. Missing state
-        is created and filled with zeros; no step is taken."""
-        result: dict[str, Any] = {}
-        for optimizer in self.optimizers:
-            optimizer.complete_state()
-            result.update(get_flat_optim_state_dict(optimizer))
-        return result
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict made by `state_dict`. A state dict that was read by torch.distributed.checkpoint may have
-        been saved with a different sharding."""
-        for optimizer in self.optimizers:
-            optimizer.complete_state()
-            load_flat_optim_state_dict(optimizer, state_dict)

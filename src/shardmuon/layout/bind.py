@@ -262,6 +262,8 @@ def bind(
                 digest_of([nonce for _, _, nonce in known.values()]),
             )
         )
+        for one, layout in zip(mine, table[0].layouts, strict=True):
+            one.engine.remember(one.listed.param, layout.view.shape)
     _compare_replicas(mine, table, component, fingerprint, fault)
     return table[0]
 

@@ -20,6 +20,7 @@ and wires, where a wire is the send or receive buffer of an exchange. All functi
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -304,17 +305,23 @@ def _merged(copy: Copy) -> Copy:
 
 def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
     """Merge runs of equally spaced copies between the same two buffers. All copies in `alike` must have equal sizes and
-    strides. Within a run, the offsets in both buffers must increase, so that no stride of the merged copy is 0."""
-    steps = [(b.here.start - a.here.start, b.there.start - a.there.start) for a, b in itertools.pairwise(alike)]
-    first = 0
-    while first < len(alike):
-        after = first  # index of the last copy in the run that begins at `first`
-        while after < len(steps) and min(steps[first]) > 0 and steps[after] == steps[first]:
-            after += 1
+    strides. No stride of a merged copy is 0."""
+    for first, count, steps in evenly_spaced([(copy.here.start, copy.there.start) for copy in alike]):
         sizes, *places = alike[first]
-        if after > first:
-            sizes = (after - first + 1, *sizes)
-            pairs = zip(places, steps[first], strict=True)
-            places = [BufferPlace(place.start, (step, *place.strides)) for place, step in pairs]
-        yield _merged(Copy(sizes, *places))
-        first = after + 1
+        pairs = zip(places, steps, strict=True)
+        here, there = (BufferPlace(place.start, (step, *place.strides)) for place, step in pairs)
+        yield _merged(Copy((count, *sizes), here, there))
+
+
+def evenly_spaced(places: Sequence[Ints]) -> Iterator[tuple[int, int, Ints]]:
+    """Divide a list of positions, each given by one or more offsets, into runs in which all neighbors are equally far
+    apart. For each run, yield the index of its first position, the number of its positions, and the distance between
+    neighbors, which is positive for each offset, or 0 in a run of a single position."""
+    steps = [tuple(map(operator.sub, after, before)) for before, after in itertools.pairwise(places)]
+    first = 0
+    while first < len(places):
+        last = first
+        while last < len(steps) and min(steps[first]) > 0 and steps[last] == steps[first]:
+            last += 1
+        yield first, last - first + 1, steps[first] if last > first else (0,) * len(places[first])
+        first = last + 1

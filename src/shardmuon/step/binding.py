@@ -219,7 +219,6 @@ class Offer:
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
             number, engine, param = of_group[id(one.group)], engine_for(one.param, one.group), one.param
-            engine.remember(param, layout.view.shape)
             kept = partial(_kept_layout, known, engine, claim, layout)
             of_member = self._options[number]
             assert of_member is not None, "a group of matrices"

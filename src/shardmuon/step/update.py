@@ -13,6 +13,7 @@ in a shard (tests check this). torch's fp32 `lerp`, `mul` and `add` guarantee th
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.stores import BLOCK, Rounding, Stream, step_stored_
 from shardmuon.options import Settings, lr_scale
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import Load
+from shardmuon.plan.program import Load, evenly_spaced
 
 _Kind = tuple[object, ...]
 # for each parameter, this rank's fp32 state tensors of the parameter's Muon variant
@@ -256,16 +257,10 @@ def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> T
 
 def _rows(loads: Sequence[Load]) -> list[_Row]:
     rows: list[_Row] = []
-    for load in loads:
-        sizes, strides, start = load.tile.sizes, load.place.strides, load.place.start
-        if rows:
-            (count, *last_sizes), (distance, *last_strides), first = rows[-1]
-            step = start - first
-            alike = (*last_sizes,) == sizes and (*last_strides,) == strides
-            if alike and step > 0 and (count == 1 or step == count * distance):
-                rows[-1] = (count + 1, *sizes), (step // count, *strides), first
-                continue
-        rows.append(((1, *sizes), (0, *strides), start))
+    for (sizes, strides), alike in itertools.groupby(loads, lambda load: (load.tile.sizes, load.place.strides)):
+        starts = [(load.place.start,) for load in alike]
+        for first, count, (step,) in evenly_spaced(starts):
+            rows.append(((count, *sizes), (step, *strides), *starts[first]))
     return rows
 
 
