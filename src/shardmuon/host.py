@@ -8,6 +8,7 @@ parameters). Neither this module nor the modules that it imports contain code fo
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -125,12 +126,10 @@ class Host:
         """Return the innermost stack frame of a function with the given name in one of the given packages, or None if
         there is none. Hosts use this method for frameworks without a public API that shows why they call the optimizer.
         """
-        frame: FrameType | None = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(packages):
-                return frame
-            frame = frame.f_back
-        return None
+        if sys.modules.keys().isdisjoint(packages):
+            return None
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code.co_name == name)
+        return next((one for one in frames if one.f_globals.get("__name__", "").startswith(packages)), None)
 
     @staticmethod
     def creates_state_only() -> bool:

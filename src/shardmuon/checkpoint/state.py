@@ -233,12 +233,11 @@ def _read_param(
         own, view = (BUFFER, SCALE, *((STEP,) if keeper.rounds else ())), view_of("", p, group)
         stacked, shapes = view.num_row_dims == 2, _state_shapes(stages_of(group), view)
         keeper.check_coded(engine_of(p), p, view.num_row_dims, found)
-        for key in (key for key in KEPT_KEYS if key in found):
-            kept = engine.kept_storage(found[key], p, shapes[key], stacked=stacked) if key in shapes else None
+        for key, shape in shapes.items():
+            kept = engine.kept_storage(found[key], p, shape, stacked=stacked)
             if isinstance(kept, str):
                 raise ValueError(f"its {key} in the checkpoint is {kept}")
-            state[key] = found[key]
-        state = {key: value.to(device=device, dtype=torch.float32) for key, value in state.items()}
+            state[key] = found[key].to(device=device, dtype=torch.float32)
     return state | {key: _read_value(p, key, found[key], keeper, device) for key in own if key in found}
 
 

@@ -195,13 +195,11 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
     # `write_items` becomes an attribute of `storage`. A reference to `storage` in its body would therefore create a
     # reference cycle.
     def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
-        if not chunk.sizes.numel():
-            return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     storage.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
-    storage.__create_write_items__ = write_items  # type: ignore[attr-defined]
+    storage.__create_write_items__ = write_items if storage.numel() else _no_items  # type: ignore[attr-defined]
 
 
 # `_no_items` is defined at the top level of the module, so that a tensor can be pickled if it has this function as an

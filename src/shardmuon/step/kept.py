@@ -34,17 +34,13 @@ def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any
         group[CARRIED] = {name: kept for name, kept in found.items() if kept}
 
 
-def carry_by_position(saved: Mapping[str, Any]) -> None:
+def carry_by_position(saved: MutableMapping[str, Any]) -> None:
     """Move stage state (the state of variants such as NorMuon) from the entry "state" of a state dict to its parameter
     groups, in place. Each group stores its parameters' stage state by their position in the group."""
     state = saved["state"]
     for packed in saved["param_groups"]:
-        states: dict[str, Mapping[str, Any]] = {}
-        for position, key in enumerate(packed["params"]):
-            if key in state:
-                states[str(position)] = state[key]
-                state[key] = {k: v for k, v in state[key].items() if k not in KEPT_KEYS}
-        carry(packed, states)
+        carry(packed, {str(i): state[key] for i, key in enumerate(packed["params"]) if key in state})
+    saved["state"] = {key: {k: v for k, v in of_one.items() if k not in KEPT_KEYS} for key, of_one in state.items()}
 
 
 def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
