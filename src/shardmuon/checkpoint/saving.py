@@ -88,7 +88,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     with Refused.made_public():
         weights, state, groups = run_together(partial(_state_of, model, optimizer))
         table = _describe_shards(model, optimizer)
-        saved = run_together(lambda: _as_global(weights, _counted(state, table), table))
+        saved = run_together(lambda: _as_global(weights, state, table))
     saved["optimizer"]["param_groups"] = groups
     dcp.save(saved, checkpoint_id=path)
 
@@ -150,7 +150,12 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
         # Under FSDP1, the saved groups also contain the state of Muon variants (such as NorMuon). This copy is dropped,
         # because `state` contains the same state.
         of_file.pop(CARRIED, None)
-        state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
+        for name, p in zip(names, group["params"], strict=True):
+            state[name] = dict(optimizer.state.get(p, {}))
+            # An empty shard gets no gradient, so its step count is outdated. The count is left out, because
+            # torch.distributed.checkpoint writes the step count of an arbitrary rank.
+            if not p.numel() and 0 not in engine_for(p, group).shape(p):
+                state[name].pop(STEP, None)
     return get_model_state_dict(model), state, tuple(packed)
 
 
@@ -329,22 +334,6 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                     "optimizer, so which part it is cannot be told. Give it to the optimizer, frozen or not"
                 )
     return bind(listed, beyond=(everyone,), before=everyone, fault=fault)
-
-
-def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[str, Any]]:
-    """Remove the step counts of parameters that have no elements on this rank. Modify `state` in place.
-
-    An empty shard gets no gradient, so its step count is outdated. torch.distributed.checkpoint writes the step count
-    of an arbitrary rank, which could be this rank's outdated count.
-
-    Args:
-        state: Dict from parameter name to the parameter's optimizer state.
-        table: Layouts of all shards that are plain tensors.
-    """
-    for one, layout in zip(table.params, table.layouts, strict=True):
-        if not one.param.numel() and 0 not in layout.view.shape:
-            state[one.identity].pop(STEP, None)
-    return state
 
 
 def _as_global(

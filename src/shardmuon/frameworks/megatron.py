@@ -209,12 +209,10 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
         "ns_coefficients": config.muon_coefficient_type,
-        "ns_steps": config.muon_num_ns_steps,
+        # The number of Newton-Schulz steps in the config is valid only for the coefficients in the config.
+        "ns_steps": None if "ns_coefficients" in given else config.muon_num_ns_steps,
         **given,
     }
-    # The number of Newton-Schulz steps in the config is valid only for the coefficients in the config.
-    if "ns_coefficients" in given:
-        options["ns_steps"] = given.get("ns_steps")
     if "adjust_lr_fn" not in given:
         mode, extra = config.muon_scale_mode, config.muon_extra_scale_factor
         if (mode, extra) != ("spectral", 0.2) and extra != 1.0:
@@ -483,7 +481,7 @@ class _ShardHost(_Unfinished):
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
 
     def __init__(self, core: Any, shards: Mapping[Tensor, Tensor]) -> None:
-        self.shards, self._count = shards, 0
+        self.shards = shards
         seen: Counter[str] = Counter()
         for group in core.param_groups:
             # Each shard that AdamW updates exists on one rank only, so groups that AdamW updates need no process group.
@@ -493,12 +491,12 @@ class _ShardHost(_Unfinished):
             for name in names:
                 group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
                 seen[name] += 1
-        self._restore(core)
+        self._restore(core, 0)
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict as torch does. In addition, restore the variant's per-matrix state, which is saved in the
         groups. Collective over all ranks."""
-        kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
+        kept, count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().load(core, state_dict)
         for weight in self.weights(core):  # Remove the variant's old state, because Megatron loads into existing state.
             state = core.state[weight.stored]
@@ -507,7 +505,7 @@ class _ShardHost(_Unfinished):
             # Always copy. If some ranks loaded a tensor whose weight norms a step has already checked, the ranks would
             # disagree on which weight norms the next step must check.
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
-        self._restore(core)
+        self._restore(core, count)
 
     def _checked(self, core: Any, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
         """Check the groups of a state dict. Return the variant's state (a dict from parameter name to the parameter's
@@ -525,17 +523,17 @@ class _ShardHost(_Unfinished):
         counts = {int(group["step"]) for group in packed if group.get("step") is not None}
         if len(counts) > 1:
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
-        return kept, max(counts, default=self._count)
+        return kept, max(counts, default=core.param_groups[0]["step"])
 
-    def _restore(self, core: Any) -> None:
-        """Create missing state and give each parameter its own step counter, after Megatron has loaded groups and
-        state. In the loaded state, all parameters share one step counter, or no parameter has a step counter."""
+    def _restore(self, core: Any, count: int) -> None:
+        """Create missing state and give each parameter its own step counter with the value `count`, after Megatron has
+        loaded groups and state. In the loaded state, all parameters share one step counter, or no parameter has one."""
         take_carried(core.param_groups)
         core.complete_state()
         for group in core.param_groups:
-            group["step"] = self._count
+            group["step"] = count
             for param in group["params"]:
-                core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
+                core.state[param]["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Put the state that the variant stores per matrix into the first saved group, by parameter name. Megatron's
@@ -544,11 +542,10 @@ class _ShardHost(_Unfinished):
 
     def step(self, core: Any, fault: Fault) -> None:
         core.take_step(fault)
-        self._count += 1
         for weight in self.weights(core):
             core.state[weight.stored]["step"] += 1
         for group in core.param_groups:
-            group["step"] = self._count
+            group["step"] += 1
 
     def weights(self, core: Any) -> list[Weight]:
         """List the shards of all matrices, excluding parameters that AdamW updates."""
