@@ -21,7 +21,7 @@ from deepspeed_job import Case, Groups, Shapes, started
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.frameworks.deepspeed import _refuse_loaded, _refuse_options, _refuse_swaps, load_checkpoint
+from shardmuon.frameworks.deepspeed import _refuse_loaded, _refuse_options, _refuse_swaps, _Slice, load_checkpoint
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.frameworks import ZeroRun
 
@@ -205,26 +205,18 @@ QUARTER = MIB // 4  # Gradients with fewer than QUARTER elements (1 MiB in fp32)
 )
 def test_swapped_gradients_must_begin_at_a_page(numels: tuple[int, ...], wrong: str | None) -> None:
     offsets = [0, *itertools.accumulate(numels[:-1])]
-    flat, params = torch.empty(0), [nn.Parameter(torch.ones(1)) for _ in numels]
-    zero3 = SimpleNamespace(
-        swap_optimizer=True,
-        optimizer_swapper=SimpleNamespace(min_aio_bytes=MIB, swap_element_size=4),
-        fp32_partitioned_groups_flat=[flat],
-        fp16_partitioned_groups_flat_numel=[sum(numels)],
-        _swappable_optimizer_subgroup=lambda number: True,
-        fp16_groups=[params],
-        get_param_id=id,
-        grad_position={id(p): (0, *each) for p, *each in zip(params, offsets, numels, strict=True)},
-    )
+    zero3 = SimpleNamespace(optimizer_swapper=SimpleNamespace(min_aio_bytes=MIB, swap_element_size=4))
+    params = [SimpleNamespace(partition_numel=lambda numel=numel: numel) for numel in numels]
+    slices = [_Slice(p, 0, numel, at) for p, numel, at in zip(params, numels, offsets, strict=True)]
     words = f"^{wrong}: DeepSpeed reads its gradient .* element {offsets[-1]} .*byte {4 * offsets[-1]}.* of their own"
     with pytest.raises(ValueError, match=words) if wrong else nullcontext():
-        _refuse_swaps(flat, [(f"p{i}", p) for i, p in enumerate(params)], zero3)
+        _refuse_swaps([(f"p{i}", part, torch.empty(0)) for i, part in enumerate(slices)], zero3)
 
 
 def test_weights_on_nvme_are_refused() -> None:
     weight: Any = nn.Parameter(torch.ones(4, 4))
     optimizer = Muon([weight], lr=0.1)
-    groups = [(optimizer.param_groups[0], [("w", weight)])]
+    groups = [(optimizer.param_groups[0], [("w", weight)], {})]
     weight.nvme_swapper = None
     _refuse_options(optimizer.keeper, groups)
     weight.nvme_swapper = object()

@@ -105,7 +105,7 @@ class _Flat(Core):
     options of the optimizer that the user passed to DeepSpeed.
 
     Attributes:
-        index: Index of the optimizer group to which the flat buffer belongs.
+        group: Optimizer group to which the flat buffer belongs.
         is_muon: True if Muon updates the flat buffer; False if AdamW updates it, as a whole.
         swapped: True if DeepSpeed stores the flat buffer in files (NVMe) between steps.
         parts: One tuple (name, slice, shard) per parameter, where the slice describes this rank's part of the
@@ -116,24 +116,21 @@ class _Flat(Core):
     def __init__(
         self,
         core: Any,
-        index: int,
         group: Mapping[str, Any],
         named: Sequence[tuple[str, Tensor]],
         flat: Tensor,
         zero3: Any,  # DeepSpeed's optimizer with ZeRO stage 3; None with other stages
     ) -> None:
-        _refuse_swaps(flat, named, zero3)
         super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
         params, names = [p for _, p in named], {id(p): name for name, p in named}
-        self.index, self.flat, self.is_muon = index, flat, bool(group["use_muon"])
+        self.group, self.flat, self.is_muon = group, flat, bool(group["use_muon"])
         self.swapped = _swapped_numel(flat, zero3) > 0
         slices, process_group = _slices_of(flat, params, zero3)
         self.parts = [(names[id(part.param)], part, _make_shard(flat, part, process_group)) for part in slices]
         self.param_names = [name for name, _, _ in self.parts]
-        self.param_groups = [
-            {**group, "params": [shard for _, _, shard in self.parts], "param_names": self.param_names}
-        ]
         self.state = defaultdict(dict)
+        if self.swapped:
+            _refuse_swaps(self.parts, zero3)
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
@@ -153,12 +150,11 @@ class _Flat(Core):
             shard.data = flat.narrow(0, part.offset, part.numel)
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
-    def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
+    def take(self, carried: dict[str, dict[str, Tensor]]) -> None:
         """Move the variant's state for the matrices in this flat buffer (such as NorMuon's second moments) from
         `carried` to `states`. Call this method after the momentum has been loaded.
 
         Args:
-            group: Optimizer group of the flat buffer.
             carried: Dict from parameter name to the variant's state in a checkpoint.
 
         Raises:
@@ -166,7 +162,7 @@ class _Flat(Core):
         """
         for name, state in self.states.items():
             if not state:
-                check_carried(name, group, carried.get(name, {}))
+                check_carried(name, self.group, carried.get(name, {}))
                 state |= {key: v.to(self.flat.device, copy=True) for key, v in carried.pop(name, {}).items()}
 
 
@@ -175,8 +171,8 @@ class _DeepSpeedHost(Host):
     groups with flat buffers.
 
     Attributes:
-        groups: One tuple for each optimizer group: the group, and the (name, parameter) pairs that it contained
-            originally.
+        groups: One tuple for each optimizer group: the group, the (name, parameter) pairs that it contained originally,
+            and the options that it had when it was last stepped.
     """
 
     in_parts = True
@@ -185,9 +181,7 @@ class _DeepSpeedHost(Host):
     clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
 
     def __init__(self) -> None:
-        self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
-        # options that each optimizer group had when the group was last stepped
-        self._options: list[dict[str, Any]] = []
+        self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]], dict[str, Any]]] = []
         # dict from the id of a flat buffer's tensor to its `_Flat`, including flat buffers that AdamW updates
         self._flats: dict[int, _Flat] = {}
         self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
@@ -199,28 +193,28 @@ class _DeepSpeedHost(Host):
     @property
     def _params(self) -> list[Tensor]:
         """Model parameters that the optimizer's groups contained before DeepSpeed replaced them with flat buffers."""
-        return [p for _, named in self.groups for _, p in named]
+        return [p for _, named, _ in self.groups for _, p in named]
 
     # -------------------------------------------------------------------------------------------- groups and state
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Store a group's parameters before DeepSpeed replaces them with flat buffers."""
-        self.groups.append((group, list(zip(names, group["params"], strict=True))))
-        self._options.append(_options(group))
+        self.groups.append((group, list(zip(names, group["params"], strict=True)), _options(group)))
 
     def _take_over(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict as torch does, and reset all attributes of this integration that depend on the previous
         groups and state."""
         super().load(core, state_dict)
-        self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
-        self._options = [_options(group) for group in core.param_groups]
+        self.groups = [
+            (group, named, _options(group)) for group, (_, named, _) in zip(core.param_groups, self.groups, strict=True)
+        ]
         self._unchecked, self._num_stepped = True, 0
         self._carried, self._flats = {}, {}
 
     def restore_groups(self, core: Any) -> None:
         """Restore the list of groups. DeepSpeed modifies the list for each call to `step()`, and restores it only if
         the step succeeds. With ZeRO stage 3, groups are empty between steps."""
-        core.param_groups = [group for group, _ in self.groups]
+        core.param_groups = [group for group, _, _ in self.groups]
         if _zero3_of(self._params) is not None:
             for group in core.param_groups:
                 group["params"] = []
@@ -233,19 +227,19 @@ class _DeepSpeedHost(Host):
         it assigns the options of the first group to every group. It also gives all sub-groups the same "step" tensor,
         which would be incremented once for each sub-group.
         """
-        carried = take_carried(group for group, _ in self.groups)
+        carried = take_carried(group for group, _, _ in self.groups)
         if carried:
             self._carried, self._flats = carried, {}
         for state in core.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].clone()
-        for index, (group, named) in enumerate(self.groups):
+        for group, named, options in self.groups:
             names, flats = [name for name, _ in named], group["params"]
             # If DeepSpeed has assigned the options of another group to this group, restore the group's own options.
             if group.setdefault("param_names", names) != names:
                 group.clear()
-                group.update(self._options[index], params=flats, param_names=names)
-            self._options[index] = _options(group)
+                group.update(options, params=flats, param_names=names)
+            options.update(_options(group))
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict.
@@ -311,8 +305,8 @@ class _DeepSpeedHost(Host):
                     'reaches it. Use offload_optimizer {"device": "cpu"}'
                 )
             known.show()
-            group, now = self.groups[known.index][0], id(known.flat) in stepped
-            found += [Weight(name, part.param, shard, group, now) for name, part, shard in known.parts]
+            now = id(known.flat) in stepped
+            found += [Weight(name, part.param, shard, known.group, now) for name, part, shard in known.parts]
         return found
 
     def has_stepped_all(self, core: Any) -> bool:
@@ -357,7 +351,7 @@ class _DeepSpeedHost(Host):
         if getattr(_zero3_of(self._params), "swap_optimizer", False):
             _refuse_loaded(self.caller("_take_model_step", "deepspeed"))
         self._restore_options(core)
-        for index, (group, _) in enumerate(self.groups):
+        for index, (group, _, _) in enumerate(self.groups):
             check_hyperparameters(f"group {index}: ", group)
         if not self._flats:
             self._attach(core)
@@ -367,7 +361,7 @@ class _DeepSpeedHost(Host):
             if not known.swapped:
                 self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
-                known.take(self.groups[known.index][0], self._carried)
+                known.take(self._carried)
         # Swapped flat buffers that this call does not step are not compared with the model, because DeepSpeed may still
         # be reading them from files (`pipeline_read`).
         here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
@@ -390,10 +384,10 @@ class _DeepSpeedHost(Host):
         _check_version()
         _refuse_options(core.keeper, self.groups)
         zero3 = _zero3_of(self._params)
-        flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
+        flats = [(index, flat) for index, (group, _, _) in enumerate(self.groups) for flat in group["params"]]
         if zero3 is not None:  # With ZeRO stage 3, a group contains a flat buffer only while DeepSpeed steps it.
             flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
-        self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat, zero3) for index, flat in flats}
+        self._flats = {id(flat): _Flat(core, *self.groups[index][:2], flat, zero3) for index, flat in flats}
 
     def _complete_state(self, state: dict[str, Any], known: _Flat) -> None:
         """Create the missing state of a flat buffer, filled with zeros. All state must exist by the time the first flat
@@ -427,7 +421,13 @@ class _DeepSpeedHost(Host):
                 if known.is_muon:
                     known.broken, fault = None, Fault()
                     with fault:
-                        known.param_groups[0].update(_options(group) | {"param_names": known.param_names})
+                        known.param_groups = [
+                            {
+                                **group,
+                                "params": [shard for _, _, shard in known.parts],
+                                "param_names": known.param_names,
+                            }
+                        ]
                         known.show()
                         self._complete_state(core.state[flat], known)
                         momentum = core.state[flat]["exp_avg"]
@@ -449,13 +449,13 @@ class _Slice(NamedTuple):
     """Part of one parameter in this rank's flat buffer, the 1-D partition that DeepSpeed steps.
 
     Attributes:
-        param: The model's parameter.
+        param: The model's parameter, with the attributes that DeepSpeed adds.
         start: Index, in the flattened parameter, of the first element of the part.
         numel: Number of elements in the part; 0 if the flat buffer contains no element of the parameter.
         offset: Index, in the flat buffer, of the first element of the part.
     """
 
-    param: Tensor
+    param: Any
     start: int
     numel: int
     offset: int
@@ -585,7 +585,7 @@ def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
     """Return True if a slice of DeepSpeed's fp32 weights, rounded to the model's dtype, differs from the model's
     weights. Return False if the two cannot be compared, because the flat buffer or the model's weights are not in
     memory."""
-    param: Any = part.param
+    param = part.param
     # With ZeRO stage 3, the model stores only this rank's part of the parameter, with padding.
     if hasattr(param, "ds_tensor"):
         if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
@@ -607,14 +607,14 @@ def _refuse_copies() -> None:
     )
 
 
-def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[str, Any]]]]) -> None:
+def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Any, ...]]) -> None:
     """Raise ValueError for options that are not supported with ZeRO's partitions, and for weights that are offloaded to
     NVMe. DeepSpeed can corrupt weights on NVMe: it can round fp32 weights to bf16, and it reads weights into memory
     addresses that direct I/O does not support.
 
     Args:
         keeper: Object that stores the optimizer's momentum.
-        groups: One tuple for each optimizer group: the group, and the (name, parameter) pairs of its model parameters.
+        groups: One tuple for each optimizer group, as in `_DeepSpeedHost.groups`.
     """
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
@@ -623,7 +623,7 @@ def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Se
             "says (fp32, or bf16_master_weights_and_grads). Leave these options out; use offload_optimizer in its "
             "config"
         )
-    for index, (group, named) in enumerate(groups):
+    for index, (group, named, _) in enumerate(groups):
         if group["use_muon"] and group.get("tp_group") is not None:
             raise ValueError(
                 f"group {index}: tp_group={group['tp_group']!r}: ZeRO partitions of tensor-parallel shards are not "
@@ -691,27 +691,21 @@ def _number_of(flat: Tensor, zero3: Any) -> int:
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
-def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], zero3: Any) -> None:
+def _refuse_swaps(parts: Sequence[tuple[str, _Slice, Tensor]], zero3: Any) -> None:
     """Raise ValueError if DeepSpeed would read a swapped gradient of the flat buffer's sub-group into a memory address
     that direct I/O does not support on all file systems. See [Note: gradients that do not come back].
 
     Args:
-        flat: Partition that DeepSpeed steps.
-        named: (name, parameter) pairs of the flat buffer's optimizer group.
-        zero3: DeepSpeed's optimizer with ZeRO stage 3; None with other stages.
+        parts: Slices of parameters in a flat buffer that DeepSpeed swaps to files, as in `_Flat.parts`.
+        zero3: DeepSpeed's optimizer with ZeRO stage 3.
     """
-    if not _swapped_numel(flat, zero3):
-        return
-    names = {id(p): name for name, p in named}
     least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
-    for p in zero3.fp16_groups[_number_of(flat, zero3)]:
-        # `offset` is the position of the gradient in the sub-group's buffer, in elements; `numel` includes padding.
-        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
-        if numel * size >= least and offset * size % _PAGE:
-            name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
+    for name, part, _ in parts:
+        # A gradient in DeepSpeed's buffer has the same offset as its parameter, and as many elements, padding included.
+        if part.param.partition_numel() * size >= least and part.offset * size % _PAGE:
             raise ValueError(
-                f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
-                f"{offset * size}), and not every file system reads to an address that is no multiple of {_PAGE}. "
+                f"{name}: DeepSpeed reads its gradient from NVMe to element {part.offset} of its sub-group (byte "
+                f"{part.offset * size}), and not every file system reads to an address that is no multiple of {_PAGE}. "
                 "DeepSpeed does not notice that a read fails and would step an old gradient in its place. Put "
                 f"parameters whose elements a rank are no multiple of {_PAGE // size} into a group of their own, or "
                 'pad them, or write offload_optimizer: {"device": "cpu"}'
