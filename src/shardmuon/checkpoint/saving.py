@@ -68,6 +68,7 @@ def _quiet() -> Iterator[None]:
 
 
 @_quiet()
+@Refused.made_public()
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Save weights, optimizer state and options with torch.distributed.checkpoint. Collective over all ranks.
 
@@ -85,15 +86,15 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     if optimizer.in_step:
         optimizer.refuse_torn()
 
-    with Refused.made_public():
-        weights, state, groups = run_together(partial(_state_of, model, optimizer))
-        table = _describe_shards(model, optimizer)
-        saved = run_together(lambda: _as_global(weights, state, table))
+    weights, state, groups = run_together(partial(_state_of, model, optimizer))
+    table = _describe_shards(model, optimizer)
+    saved = run_together(lambda: _as_global(weights, state, table))
     saved["optimizer"]["param_groups"] = groups
     dcp.save(saved, checkpoint_id=path)
 
 
 @_quiet()
+@Refused.made_public()
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Load a checkpoint that `save` wrote. The sharding and the number of ranks can differ from those of the job that
     saved the checkpoint. Collective over all ranks.
@@ -118,20 +119,17 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
             checkpoint is loaded.
     """
     saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
-    with Refused.made_public():
-        table = _describe_shards(model, optimizer)
-        reader, planner = run_together(lambda: (_Reader(path), _Planner()))
+    table = _describe_shards(model, optimizer)
+    reader, planner = run_together(lambda: (_Reader(path), _Planner()))
     dcp.load(saved, storage_reader=reader, planner=planner)
-    with Refused.made_public():
-        groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
-        room = run_together(lambda: _room_for(cast(Metadata, planner.metadata).state_dict_metadata, optimizer, groups))
-        weights = run_together(lambda: _copied(get_model_state_dict(model)))
-        targets = run_together(lambda: _as_global(weights, room, table))
+    groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
+    room = run_together(lambda: _room_for(cast(Metadata, planner.metadata).state_dict_metadata, optimizer, groups))
+    weights = run_together(lambda: _copied(get_model_state_dict(model)))
+    targets = run_together(lambda: _as_global(weights, room, table))
     dcp.load(targets, storage_reader=reader, planner=planner)
-    with Refused.made_public():
-        found = {"state": room, "param_groups": groups}
-        state, merged = run_together(lambda: read_state(optimizer.param_groups, found, optimizer.keeper))
-        _take_over(weights, state, merged, model, optimizer)
+    found = {"state": room, "param_groups": groups}
+    state, merged = run_together(lambda: read_state(optimizer.param_groups, found, optimizer.keeper))
+    _take_over(weights, state, merged, model, optimizer)
 
 
 def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:

@@ -127,7 +127,6 @@ class _Flat(Core):
         self.swapped = _swapped_numel(flat, zero3) > 0
         slices, process_group = _slices_of(flat, params, zero3)
         self.parts = [(names[id(part.param)], part, _make_shard(flat, part, process_group)) for part in slices]
-        self.param_names = [name for name, _, _ in self.parts]
         self.state = defaultdict(dict)
         if self.swapped:
             _refuse_swaps(self.parts, zero3)
@@ -301,7 +300,7 @@ class _DeepSpeedHost(Host):
         for known in self._flats.values():
             if known.swapped:
                 raise ValueError(
-                    f"{known.param_names[0]}: DeepSpeed keeps it in files (offload to NVMe), where nothing but a step "
+                    f"{known.parts[0][0]}: DeepSpeed keeps it in files (offload to NVMe), where nothing but a step "
                     'reaches it. Use offload_optimizer {"device": "cpu"}'
                 )
             known.show()
@@ -425,7 +424,7 @@ class _DeepSpeedHost(Host):
                             {
                                 **group,
                                 "params": [shard for _, _, shard in known.parts],
-                                "param_names": known.param_names,
+                                "param_names": [name for name, _, _ in known.parts],
                             }
                         ]
                         known.show()
@@ -730,6 +729,7 @@ def _refuse_loaded(step: FrameType | None) -> None:
 # --------------------------------------------------------------------------------- checkpoints with NVMe offload
 
 
+@Refused.made_public()
 def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Load a DeepSpeed checkpoint completely. Use this function instead of `engine.load_checkpoint`, which loses state
     with NVMe offload. Collective over all ranks. The function reads pickles, so load only checkpoints that you trust.
@@ -750,16 +750,15 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
             and further steps raise errors.
     """
     zero3 = engine.optimizer
-    with Refused.made_public():
-        if not getattr(zero3, "swap_optimizer", False):
-            return engine.load_checkpoint(str(load_dir), tag, **options)  # type: ignore[no-any-return]
-        saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
-        found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
-        zero3.checkpoint_event_prologue()
-        zero3.load_state_dict([saved] * num_ranks())  # Load this rank's optimizer state, and read the swap files again.
-        zero3.checkpoint_event_epilogue()
-        # If `loaded_checkpoint_dp_world_size` were not None, `_refuse_loaded` would raise an error in the next step.
-        engine.loaded_checkpoint_dp_world_size = None
+    if not getattr(zero3, "swap_optimizer", False):
+        return engine.load_checkpoint(str(load_dir), tag, **options)  # type: ignore[no-any-return]
+    saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
+    found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
+    zero3.checkpoint_event_prologue()
+    zero3.load_state_dict([saved] * num_ranks())  # Load this rank's optimizer state, and read the swap files again.
+    zero3.checkpoint_event_epilogue()
+    # If `loaded_checkpoint_dp_world_size` were not None, `_refuse_loaded` would raise an error in the next step.
+    engine.loaded_checkpoint_dp_world_size = None
     return found
 
 

@@ -63,6 +63,7 @@ from shardmuon.step.kept import carry, carry_by_position, check_carried, take_ca
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 
+@Refused.made_public()
 def get_megatron_optimizer(
     config: Any,
     model_chunks: Sequence[nn.Module],
@@ -111,8 +112,7 @@ def get_megatron_optimizer(
             matched.update(_matching(chunk, given))
             rules = [*given, *Rule.parse(_qkv(config, chunk))]
             listed += _routed(config, chunk, adamw_lr, rules, options["adjust_lr_fn"], groups)
-    with Refused.made_public():
-        merged = _aligned(listed, fault, given, matched)
+    merged = _aligned(listed, fault, given, matched)
     if config.use_distributed_optimizer:
         gloo = use_gloo_process_groups and pg_collection is None
         shared = collection.setup_process_groups_for_optimizer(pg_collection, model_chunks, gloo)
