@@ -28,7 +28,7 @@ from shardmuon.frameworks.deepspeed import _check_version, _refuse_options, _sli
 def test_options_that_have_no_place_on_flats_are_refused(options: dict[str, Any], words: str) -> None:
     optimizer = Muon([nn.Parameter(torch.ones(4, 3))], lr=1e-3, **options)
     with pytest.raises(ValueError, match=words):
-        _refuse_options(optimizer.keeper, [(group, []) for group in optimizer.param_groups])
+        _refuse_options(optimizer.keeper, [(group, [], {}) for group in optimizer.param_groups])
 
 
 @pytest.mark.parametrize(
