@@ -164,7 +164,8 @@ foreach_copy_ = partial(foreach, "copy_")
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:  # returns 0-dim tensors
-    """Compute `torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
+    """Compute `torch.linalg.vector_norm` of each tensor, accumulated in `dtype`. Return one 0-dim tensor of this dtype
+    per tensor."""
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
 

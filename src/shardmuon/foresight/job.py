@@ -276,8 +276,9 @@ class _Unit(NamedTuple):
     stage: int = 0
 
     def elements(self) -> NDArray[np.int64]:
-        """Count the unit's elements on each rank. Return an array of shape (4, ranks), whose rows count the elements
-        that Muon updates, the elements that AdamW updates, the stored weights, and the scales of 8-bit momentum."""
+        """Count the elements of the unit (set of parameters that are planned together) on each rank. Return an array of
+        shape (4, ranks), whose rows count the elements that Muon updates, the elements that AdamW updates, the stored
+        weights, and the scales of 8-bit momentum."""
         muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
         held = {layout: _held(layout) for layout in {layout for _, layout, _ in self.placed}}
         for param, layout, _ in self.placed:
@@ -391,7 +392,8 @@ def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
 
 
 def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Unit]:
-    """Make one unit per optimizer group, because ZeRO puts the parameters of a group into one flat buffer.
+    """Make one unit (set of parameters that are planned together) per optimizer group, because ZeRO puts the parameters
+    of a group into one flat buffer.
 
     The buffer is padded at the end to a multiple of 2 x ranks elements and split into one equal part per rank
     (`nccl_start_alignment_factor` in DeepSpeed's stage_1_and_2.py, 0.19).
@@ -497,8 +499,9 @@ class _RankClass:
         """Upper bound on the bytes that a step needs on a rank of this class, in addition to the bytes `stored` between
         steps.
 
-        The bound covers the batches and exchange buffers of two buckets, a workspace of four times the batches of one
-        bucket, and 8 bytes for each element whose momentum is updated at the same time (see docs/memory.md).
+        The bound covers the batches and exchange buffers of two buckets (groups of matrices), a workspace of four times
+        the batches of one bucket, and 8 bytes for each element whose momentum is updated at the same time (see
+        docs/memory.md).
         """
         moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
         work = max((b.batches for b in self.buckets), default=0)
@@ -724,7 +727,7 @@ def _voting(plan: Plan) -> set[int]:
 
 
 def _classes_of(shares: Mapping[int, Sequence[_RankClass]]) -> tuple[_RankClass, ...]:
-    """Group ranks into classes with equal counts in all units.
+    """Group ranks into classes with equal counts in all units (sets of parameters that are planned together).
 
     Args:
         shares: Dict from rank to the rank's counts in each of its units, each as a `_RankClass` with empty `ranks`.

@@ -340,7 +340,7 @@ def _compare_replicas(
     fault: Fault,
 ) -> None:
     """Compare the replicas of each parameter by their fingerprints, and raise an error on all ranks if any rank finds a
-    difference or already has an error. Collective over `component`."""
+    difference or already has an error. Collective over `component` (all connected ranks)."""
     # Fingerprint of each replicated parameter's local storage. The keys are tuples (set of ranks, position of the
     # parameter among the parameters that these ranks share).
     prints = dict[tuple[Ranks, int], int]()

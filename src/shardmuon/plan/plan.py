@@ -142,7 +142,7 @@ class Bucket(NamedTuple):
 
     @property
     def exchange(self) -> bool:
-        """True if the bucket's matrices are exchanged between ranks."""
+        """True if ranks exchange the matrices of the bucket."""
         return self.route != "local"
 
 
@@ -186,7 +186,7 @@ class Plan:
                 if bucket.exchange and bucket.ranks == ranks
             ]
             # The digest leaves out local buckets (matrices that are not exchanged), because these buckets depend on
-            # parameters that the owner shares with ranks outside this set.
+            # parameters that the owner (the rank that orthogonalizes the matrices) shares with ranks outside this set.
             local = [item for n, item in items.items() if self.items[n].route == "local"]
             found[ranks] = digest_of([specs, moving, local])
         return found
@@ -214,7 +214,8 @@ class Plan:
 
 
 def _rows(plan: Plan) -> str:
-    """Format the matrices of a plan as a text table, bucket by bucket."""
+    """Format the matrices of a plan as a text table, one bucket (matrices that are exchanged together) after
+    another."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):

@@ -213,8 +213,9 @@ class Offer:
                 self.refs[ref.ranks] = min(self.refs.get(ref.ranks, ref), ref, key=lambda one: one.group_name)
 
     def bind(self, rank: int, table: Table) -> Binding:
-        """Make a plan for the parameters in a layout table, and return it with this rank's parameters as a `Binding`.
-        The ranks built the table from their `listed` parameters."""
+        """Make a plan for the parameters in `table`, and return the plan with this rank's parameters as a `Binding`.
+        The table lists the part of each parameter that each rank stores; all ranks built it together from their
+        `listed` parameters."""
         of_group = {id(group): number for number, group in enumerate(self._groups)}
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
