@@ -155,8 +155,8 @@ class _Evidence:
             for at in (0, 1)
         )
         for key, norm in arithmetic.norms(self.before["weights"]).items():
-            # If the variant has not stored a norm of the weights yet, or the stored norm is 0, the step uses the norm
-            # of the current weights.
+            # If the Muon variant has not stored a norm of the weights yet, or the stored norm is 0, the step uses the
+            # norm of the current weights.
             if not self.before[key]:
                 self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
@@ -337,7 +337,8 @@ class _Evidence:
         # update is small compared with this difference, so any simulated fault with a short update would seem to
         # explain it. For this reason, `whole` is the size of the difference or of the update, whichever is smaller.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        # A guess (a simulated fault) is accepted only if it leaves less than `least` of the wrong update unexplained.
+        # A guess (a simulated fault) is accepted only if the size of the part of the wrong update that it does not
+        # explain is below `least`.
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
         # If the norm of the weights is wrong, a simulated fault must also explain at least half of the norm's error.

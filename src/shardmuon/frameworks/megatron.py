@@ -538,8 +538,8 @@ class _ShardHost(_Unfinished):
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Put the state that the variant stores per matrix into the first saved group, by parameter name. Megatron's
-        checkpoints cannot save this state as optimizer state, because they save only Adam's state keys."""
+        """Put the state that the Muon variant stores per matrix into the first saved group, by parameter name.
+        Megatron's checkpoints cannot save this state as optimizer state, because they save only Adam's state keys."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
     def step(self, core: Any, fault: Fault) -> None:

@@ -396,7 +396,7 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def listed(self) -> list[Listed]:
-        """Return the parameters of this rank whose layouts a new table must contain."""
+        """Return the parameters of this rank whose layouts a new layout table must contain."""
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
         """Return the name, tensor and group of every parameter for which other ranks may be waiting for this rank,

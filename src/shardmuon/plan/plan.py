@@ -104,7 +104,8 @@ class Item(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key by which a plan sorts its items: (index of the parameter, index of the matrix in the parameter)."""
+        """Key by which a plan sorts its items (matrices): (index of the parameter, index of the matrix in the
+        parameter)."""
         return self.param, self.matrix
 
     @property

@@ -108,8 +108,8 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
     layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
     able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
-    # To orthogonalize a matrix, its owner needs the variant's state for the matrix. If a stack of experts is sharded,
-    # only some ranks store this state.
+    # To orthogonalize a matrix, its owner needs the Muon variant's state (such as NorMuon's) for the matrix. If a stack
+    # of experts is sharded, only some ranks store this state.
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
     return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix])
@@ -269,7 +269,7 @@ def _by_price(
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
         taken = max(bucket.taken for bucket in buckets)
-        # Estimate the step time for the buckets in the order of `shares` and in the reverse order.
+        # Estimate the step time for both orders in which the buckets can run: that of `shares`, and the reverse order.
         for step in (1, -1)[: len(shares)]:
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     shortest = min(ns for *_, ns in found)
@@ -527,8 +527,8 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
 
 
 def _step_ns(buckets: Sequence[_Timed]) -> int:
-    """Estimate the duration of a step, in nanoseconds, if the buckets are executed in the given order (see [Note: the
-    price of buckets])."""
+    """Estimate the duration of a step, in nanoseconds, if the buckets (sets of matrices) are executed in the given
+    order (see [Note: the price of buckets])."""
     slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
     ranks = [
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]

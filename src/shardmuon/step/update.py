@@ -119,11 +119,11 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # Indices of tiles that are only a part of a local tensor, for which `of` must make a view. All other tiles are
-        # whole local tensors.
+        # Indices of tiles (parts of matrices) that are only a part of a local tensor, for which `of` must make a view.
+        # All other tiles are whole local tensors.
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
-        # For each tile, a dict that caches the tile's offset and strides. The keys are strides of the local tensor that
-        # contains the tile.
+        # For each tile (part of a matrix), a dict that caches the tile's offset and strides. The keys are strides of
+        # the local tensor that contains the tile.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
         # arguments of `_dealt` (the tiles' kinds and the largest number of elements per portion) for which the cached
@@ -133,7 +133,7 @@ class Side:
 
     @cached_property
     def patches(self) -> list[Patch]:
-        """One `Patch` per tile, which describes the matrix rows and columns that the tile covers."""
+        """One `Patch` per tile (part of a matrix), which describes the matrix rows and columns that the tile covers."""
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
@@ -175,7 +175,8 @@ class Side:
     def update_momentum(
         self,
         work: Work,
-        # One tensor per tile, to which the input of the orthogonalization is written. None: do not compute this input.
+        # One tensor per tile (part of a matrix), to which the input of the orthogonalization is written. None: do not
+        # compute this input.
         targets: Sequence[Tensor] | None,
     ) -> None:
         """Update the momentum of all tiles (parts of matrices). If `targets` is not None, also write the input of the
@@ -242,9 +243,9 @@ class Side:
 
 
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:
-    """Make a view of the scales of a tile's 8-bit momentum. `scales` contains this rank's scales for the whole
-    parameter. The view has the row dims of the parameter, and then one dim that indexes blocks of columns. The tile
-    must start at a block boundary."""
+    """Make a view of the scales of the 8-bit momentum of a tile (part of a matrix). `scales` contains this rank's
+    scales for the whole parameter. The view has the row dims of the parameter, and then one dim that indexes blocks of
+    columns. The tile must start at a block boundary."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
