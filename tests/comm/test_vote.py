@@ -209,7 +209,7 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
     """Plant a fault on the rank `culprit`. Return the connected component of the calling rank, the result of a vote,
-    and the error texts of `discover` and `gather`."""
+    and the set of error texts from the collectives `discover` and `gather` ("" if one raises no error)."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)

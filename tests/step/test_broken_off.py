@@ -109,8 +109,8 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
     """Return a regular expression for the error message of an interrupted step. It accepts the names of phases `first`
-    to `last`, numbered in the order of `turns`. If `relays` is True, each bucket has an additional phase in which one
-    replica passes results on to the others."""
+    to `last`, numbered in the order in which a rank runs the phases of all its buckets (see `turns`). If `relays` is
+    True, each bucket has an additional phase in which one replica passes results on to the others."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
