@@ -88,7 +88,7 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
 )
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
     """An audit of a correct step must report nothing on any layout. Each layout is tested with only one variant and one
-    method, because how an audit reads a layout depends on neither."""
+    method, because the way in which an audit reads sharded tensors depends on neither."""
     number = list(LAYOUTS).index(layout)
     variant, method = ON_LAYOUTS[number % len(ON_LAYOUTS)], METHODS[number % len(METHODS)]
     reports = RankPool.cached(world).run(sound, layout, variant=variant, method=method)

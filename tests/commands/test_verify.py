@@ -56,7 +56,7 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
         "max rel diff": "0.00e+00",
         "bitwise": "yes",
         "= torch": "yes",
-        "collectives": "3",  # A step with FSDP2 runs a vote (in which ranks agree on the step) and two exchanges.
+        "collectives": "3",  # With FSDP2, a step has one vote, in which ranks agree on the step, and two exchanges.
     }
 
 

@@ -41,7 +41,7 @@ SMALL = itertools.product(("keller", "polar_express", "cubic", "deepseek_v4"), F
     ("name", "form", "m", "n", "device"),
     [
         *((name, form, 96, n, CUDA) for name, form, n in SMALL),
-        # On a CPU, symmetric matmuls of large matrices compute only ten of the sixteen tiles of the result.
+        # On a CPU, symmetric matmuls of large matrices compute only ten of the sixteen blocks of the result.
         *(("keller", form, m, n, CPU) for form in FORMS[:2] for m, n in ((384, 1536), (512, 512))),
     ],
 )

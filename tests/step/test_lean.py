@@ -77,7 +77,7 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
 
     first, second, third = (count(number) for number in (64, 192, 320))
     # Each matrix may add at most 28 function calls to a step. Overhead takes 16 of these calls, and matmuls take about
-    # 500 calls per batch of 64 matrices.
+    # 8 (500 calls for each batch of 64 matrices).
     assert (second - first) / 128 <= 28
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42

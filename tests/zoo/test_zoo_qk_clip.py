@@ -115,8 +115,8 @@ def _logits(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("name", _MODELS)
 def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: str, implementation: str) -> None:
     """QK-clip must measure the same largest logits as an eager forward pass. After clipping, only the first layer's
-    logits are checked, because its input does not depend on any attention: clipping multiplies these logits by exactly
-    QK-clip's gains."""
+    logits are checked, because the input of this layer does not depend on any attention, so clipping multiplies these
+    logits by exactly QK-clip's gains."""
     wanted, model = _logits(_make(name, "eager")), _make(name, implementation)
     tau = math.inf if name == "Qwen3" else float(wanted[0].max()) / 3
     num_groups = _HEADS.get(name, (4, 2))[1]
