@@ -285,11 +285,11 @@ def assert_like_the_formula(
     views: Mapping[str, Callable[[], MatrixView]],
     view_options: Mapping[str, Mapping[str, Any]],
     layout: str,  # layout of the simulated ranks
-    options: Sequence[Mapping[str, Any]],  # option dicts, which the parameters use in rotation
+    options: Sequence[Mapping[str, Any]],  # option dicts of parameter groups, which the parameters use in rotation
     # pairs (weight dtype, gradient dtype), which the parameters use in rotation
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     *,
-    copies: int = 1,  # number of parameters for each matrix view in `views`
+    copies: int = 1,  # number of parameters for each entry of `views`
     lr: Callable[[float], Any] = float,
     policy: Policy = SMALL,
     device: str = "cpu",  # device of the weights

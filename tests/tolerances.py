@@ -143,7 +143,7 @@ def _double(value: Any) -> Tensor:
 
 
 def steps_written_out(
-    matrix: Tensor,  # shape (rows, cols)
+    matrix: Tensor,  # (rows, cols): the input of the steps
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # returns a tensor of shape (rows, cols) in fp64
@@ -190,7 +190,7 @@ def orthogonalization_bound(
 
 
 def polar_bound(
-    matrix: Tensor,  # shape (rows, cols)
+    matrix: Tensor,  # (rows, cols): the matrix whose polar factor is computed
     rank: int | None = None,
 ) -> float:
     """Return an upper bound on the error, in the Frobenius norm, of a polar factor computed from an SVD in fp64. The
@@ -204,8 +204,8 @@ def polar_bound(
 
 
 def assert_same_orthogonalization(
-    found: Tensor,  # shape (rows, cols)
-    expected: Tensor,  # shape (rows, cols)
+    found: Tensor,  # (rows, cols): result with matmuls in `dtype`
+    expected: Tensor,  # (rows, cols): expected result
     *,
     dtype: torch.dtype,
     coefficients: Coefficients = KELLER,
