@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"  # contains shardmuon and packages such as shardmuon_qkclip
+SOURCE = Path(__file__).resolve().parents[1] / "src"  # the folder of the packages shardmuon and shardmuon_qkclip
 
 _CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
 _WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}

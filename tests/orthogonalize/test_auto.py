@@ -152,7 +152,7 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     ("method", "says"),
     [
         ("auto", re.escape(f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip")),
-        ("torch", r"machines differ.*fp32_precision"),  # This method uses torch's process-wide matmul precision.
+        ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses torch's global precision flags.
         # Unlike "torch", the method "standard" sets the precision flags itself, so flags that differ between ranks are
         # not reported.
         ("standard", r"^(?!.*machines differ)"),

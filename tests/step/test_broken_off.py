@@ -259,9 +259,10 @@ def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_
     """Check how soon the other ranks raise an error after one rank has failed.
 
     - If the process of the failed rank died, the others fail at once. If it died in the middle of an exchange, gloo may
-    delay the error on some ranks until the time-out. - If the process of the failed rank survives, the others fail
-    after the time-out of the process group. - A rank that exchanges nothing with the failed rank completes the step.
-    The vote before its next step reports the missing rank.
+      delay the error on some ranks until the time-out.
+    - If the process of the failed rank survives, the others fail after the time-out of the process group.
+    - A rank that exchanges nothing with the failed rank completes the step. The vote before its next step reports the
+      missing rank.
     """
     case, store = CASES[name], str(tmp_path / "store")
     ended, gone = run_to_the_end(_SCRIPT, 4, tmp_path, name, store), case.how in ("dies", "hangs")
