@@ -42,11 +42,10 @@ from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import (
     ADAMW_DEFAULTS,
-    ELSEWHERE,
-    GROUP_OPTIONS,
     ONLY_MUON,
     VIEW_DEFAULTS,
     check_hyperparameters,
+    check_keys,
     given_lr,
     lr_scale,
     refuse_sets,
@@ -332,14 +331,7 @@ class Rule(NamedTuple):
             options = {"use_muon": choice == "muon"} if choice in ("muon", "adamw") else choice
             if not isinstance(options, Mapping):
                 raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
-            for key in options:
-                if key in ELSEWHERE:
-                    raise ValueError(f"override {label}: {key} {ELSEWHERE[key]}")
-                if key not in GROUP_OPTIONS:
-                    raise ValueError(
-                        f"override {label}: there is no group option {key!r}{did_you_mean(key, GROUP_OPTIONS)}. "
-                        f"Allowed: {', '.join(GROUP_OPTIONS)}"
-                    )
+            check_keys(f"override {label}: ", options, strict=True)
             rules.append(cls(pattern, label, dict(options)))
         return rules
 
