@@ -300,10 +300,10 @@ class Rule(NamedTuple):
     label: str
     options: Mapping[str, Any]
 
-    def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
+    def matches(self, placed: Placed) -> bool:
         """True if the override's pattern matches a parameter at any of its places in the model (a shared parameter has
         several)."""
-        return any(self.fits(place.name, param, place.module) for place in places)
+        return any(self.fits(place.name, placed.param, place.module) for place in placed.places)
 
     def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
         """True if the override's pattern matches a parameter with this name in this module."""
@@ -340,11 +340,11 @@ class Rule(NamedTuple):
 
 
 @dataclass(eq=False)
-class _RoutedParam:
+class _RoutedParam(Placed):
     """A parameter and the optimizer chosen for it. The routing functions fill in the fields step by step.
 
     Attributes:
-        param, places, shape, role: The parameter, its places in the model, its global shape and its role.
+        shape, role: The parameter's global shape and its role.
         rule: The override that applies; an empty rule if no override matches.
         settled: The user's choice of `use_muon`, made by an override or through the attribute `p.use_muon`; None if the
             user made no choice.
@@ -353,8 +353,6 @@ class _RoutedParam:
         matrices: (rows, cols) of each matrix that Muon orthogonalizes.
     """
 
-    param: Tensor
-    places: tuple[Place, ...]
     shape: Ints
     role: Role
     rule: Rule
@@ -363,10 +361,6 @@ class _RoutedParam:
     reason: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     matrices: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.places[0].name
 
     @property
     def optimizer(self) -> Literal["Muon", "AdamW", "frozen"]:
@@ -386,8 +380,8 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     """
     found = Placed.all_in(model)
     for rule in rules:
-        if not any(rule.matches(*one) for one in found):
-            names = [place.name for _, places in found for place in places]
+        if not any(map(rule.matches, found)):
+            names = [place.name for one in found for place in one.places]
             raise ValueError(
                 f"override {rule.label} matches none of the model's {len(names)} parameter names"
                 f"{did_you_mean(str(rule.pattern), names, cutoff=0.5)}. A pattern is a glob over the whole name, such "
@@ -414,27 +408,17 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
 def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) -> _RoutedParam:
     """Determine a parameter's role, and whether the user has chosen its optimizer by an override or the attribute
     `use_muon`."""
-    param, places = placed
-    name = places[0].name
-    rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
-    given = rule.options
-    with about(name):
-        ref = GroupRef.of(given.get("tp_group", tp_group), "tp_group")
-        if "tp_group" not in given:
-            check_expert(param, {**given, "tp_group": tp_group}, ["tp_group"])
-    shape, problem = placed.shape({"process_group": given.get("process_group"), "tp_group": ref})
-    if problem:
-        role = Role("unknown", problem)
-    # Megatron sets the attribute `is_embedding_or_output_parameter` on the weights of embeddings and output layers.
-    elif getattr(param, "is_embedding_or_output_parameter", False):
-        role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
-    else:
-        role = placed.role(shape)
+    rule = next((rule for rule in rules if rule.matches(placed)), Rule("", "", {}))
+    given = {"tp_group": tp_group, **rule.options}
+    with about(placed.name):
+        ref = GroupRef.of(given["tp_group"], "tp_group")
+        check_expert(placed.param, given, {"tp_group"} - rule.options.keys())
+    shape, role = placed.shape_and_role({"process_group": given.get("process_group"), "tp_group": ref})
     # the user or DeepSpeed may have set the attribute `use_muon` of the parameter
-    settled = given.get("use_muon", getattr(param, "use_muon", None))
+    settled = given.get("use_muon", getattr(placed.param, "use_muon", None))
     if settled is not None and not isinstance(settled, bool):
-        raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
-    return _RoutedParam(param, places, shape, role, rule, settled)
+        raise TypeError(f"{placed.name}: use_muon is {settled!r}. Set it to True or False, or delete it")
+    return _RoutedParam(placed.param, placed.places, shape, role, rule, settled)
 
 
 def _check_usable(w: _RoutedParam) -> None:
@@ -470,9 +454,9 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
     # differ.
     if isinstance(view["split_sizes"], list):
         view["split_sizes"] = tuple(view["split_sizes"])
-    given = {key: value for key, value in options.items() if key not in VIEW_DEFAULTS}
-    changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}
-    return {**muon, **given, **changed}, tuple((matrix.rows, matrix.cols) for matrix in matrices)
+    made = {**muon, **options, **view}
+    changed = {key: value for key, value in made.items() if key not in VIEW_DEFAULTS or value != VIEW_DEFAULTS[key]}
+    return changed, tuple((matrix.rows, matrix.cols) for matrix in matrices)
 
 
 # ---------------------------------------------------------------------------------------------------- output heads
