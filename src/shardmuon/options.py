@@ -410,7 +410,6 @@ class OptionsReader:
         Raises:
             ValueError: An option is invalid. The message contains the group's index.
         """
-        found: list[Settings | None] = []
         for index, group in enumerate(groups):
             said = tuple(map(group.get, GROUP_OPTIONS))
             lasts = index < len(self._kept) and _LASTING.issuperset(map(type, said))
@@ -419,8 +418,7 @@ class OptionsReader:
                     check_hyperparameters("", group)
                     settings = Settings.of(group) if group["use_muon"] else None
                 self._kept[index : index + 1] = [(said, settings)]
-            found.append(self._kept[index][1])
-        return found
+        return [settings for _, settings in self._kept[: len(groups)]]
 
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def param_groups(
     matched = None
     if adamw_lr is None:
         matched = _matched_lr(
-            (*size, lr_scale(w.options.get("adjust_lr_fn"), *size)) for w in trained for size in w.matrices
+            [(*size, lr_scale(w.options.get("adjust_lr_fn"), *size)) for w in trained for size in w.matrices]
         )
         adamw_lr = both["lr"] if matched == 1.0 else both["lr"] * matched
     groups = dict[Any, dict[str, Any]]()
@@ -264,7 +264,7 @@ def param_groups(
     return ParamGroups(sorted(groups.values(), key=lambda group: not group["use_muon"]), rows, matched)
 
 
-def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
+def _matched_lr(updates: Sequence[tuple[int, int, float]]) -> float:
     """Compute the lr of AdamW, as a multiple of Muon's lr, at which the updates of both have the same root mean square.
 
     An orthogonalized matrix has singular values near 1, so the squares of its entries add up to min(rows, cols).
@@ -275,9 +275,8 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     Returns:
         The multiple, which is 1 for `adjust_lr_fn="match_rms_adamw"` or if there are no matrices.
     """
-    found = list(updates)
-    total = sum(rows * cols for rows, cols, _ in found)
-    squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
+    total = sum(rows * cols for rows, cols, _ in updates)
+    squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in updates)
     # AdamW's updates have a root mean square of 0.2 times its lr (see docs/learning_rate.md). Results are rounded to
     # six digits, so that results that should be 1 become exactly 1 despite rounding errors.
     return float(f"{math.sqrt(squares / total) / 0.2:.6g}") if total else 1.0
@@ -388,11 +387,11 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
                 "as '*.attn.qkv.weight'"
             )
     weights = [_weight(one, rules, tp_group) for one in found]
-    experts = _find_experts(weights)
+    _find_experts(weights)
     heads, doubts = _find_heads(model, weights)
     for w in weights:
         w.use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
-        w.reason = experts.get(w.name) or heads.get(w.name) or w.role.reason
+        w.reason = heads.get(w.name, w.role.reason)
         if w.rule.label:
             w.reason = f"{'' if 'use_muon' in w.rule.options else f'{w.reason}, '}override {w.rule.label}"
         elif w.settled is not None:
@@ -402,7 +401,7 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
         if not w.param.requires_grad:
             w.reason = "requires_grad is False"
     read = [w.name for w in weights if VIEW_DEFAULTS.keys() & w.rule.options.keys()]
-    return weights, doubts + _doubts_of(weights, {*read, *heads, *experts})
+    return weights, doubts + _doubts_of(weights, {*read, *heads})
 
 
 def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) -> _RoutedParam:
@@ -600,37 +599,32 @@ class _Blocks:
 # ------------------------------------------------------------------------------------------------ routers and experts
 
 
-def _find_experts(weights: Sequence[_RoutedParam]) -> dict[str, str]:
-    """Find the matrices that choose among experts, and change their roles to "router".
+def _find_experts(weights: Sequence[_RoutedParam]) -> None:
+    """Find the matrices that choose among experts, and change their roles to "router". Stacks that were recognized
+    solely by their shape, and that a router confirms as experts, get the role "matrices".
 
     A router has one row per expert and the same input width as the experts. It is a sibling of the experts or of a
     module that contains the experts. Experts are a stack (E, M, N), or a list of E modules that contain only linear
     layers (unlike a list of transformer blocks, which also have norms).
 
-    Returns:
-        A dict from the name of each confirmed stack of experts to the reason. It contains only stacks that were
-        recognized solely by their shape. The stacks of a module are confirmed together: in the first stack in which a
-        matrix dim equals the router's input width, this dim must be the last one, which indexes inputs.
+    The stacks of a module are confirmed together: in the first stack in which a matrix dim equals the router's input
+    width, this dim must be the last one, which indexes inputs.
     """
-    stacks: dict[nn.Module, list[_RoutedParam]] = {}
-    for w in weights:
-        if w.role.use_muon and w.role.view.get("view") == "stack":
-            for place in w.places:
-                stacks.setdefault(place.module, []).append(w)
-    found: dict[str, str] = {}
+    stacks = [w for w in weights if w.role.use_muon and w.role.view.get("view") == "stack"]
     for w in weights:
         if len(w.shape) != 2 or w.shape[0] < 2 or w.role.kind not in ("linear", "bare", "router"):
             continue
         num, width = w.shape
+        held = [(place.module, stack) for stack in stacks if stack.shape[0] == num for place in stack.places]
         for module in _beside(w):
-            experts = [stack for stack in stacks.get(module, ()) if stack.shape[0] == num]
+            experts = [stack for holder, stack in held if holder is module]
             first = next((stack for stack in experts if width in stack.shape[1:]), None)
             if w.role.kind != "router" and (first is not None or _is_list_of(module, w.shape)):
                 w.role = Role("router", f"router: its rows choose among {num} experts", reads=w.shape[1:])
             if first is not None and first.shape[2] == width:
-                reason = f"stack of {num} experts, chosen by {w.name}"
-                found |= {stack.name: reason for stack in experts if stack.role.kind == "stack"}
-    return found
+                for stack in (stack for stack in experts if stack.role.kind == "stack"):
+                    reason = f"stack of {num} experts, chosen by {w.name}"
+                    stack.role = replace(stack.role, kind="matrices", reason=reason)
 
 
 def _beside(weight: _RoutedParam) -> Iterator[nn.Module]:
