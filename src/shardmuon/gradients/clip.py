@@ -445,4 +445,4 @@ def _combine(norms: Iterable[float], norm_type: float) -> float:
         return largest
     # Each norm is divided by the largest one, so that its power does not overflow.
     total = math.fsum([(value / largest) ** norm_type for value in values])
-    return largest * total ** (1.0 / norm_type)
+    return largest * math.pow(total, 1.0 / norm_type)
