@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
+from operator import itemgetter
 from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakSet
 
@@ -418,7 +419,7 @@ class OptionsReader:
                     check_hyperparameters("", group)
                     settings = Settings.of(group) if group["use_muon"] else None
                 self._kept[index : index + 1] = [(said, settings)]
-        return [settings for _, settings in self._kept[: len(groups)]]
+        return list(map(itemgetter(1), self._kept[: len(groups)]))
 
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
