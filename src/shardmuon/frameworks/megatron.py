@@ -250,7 +250,7 @@ def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
     """Return the indices of the overrides that match a parameter of the given model chunk. The other overrides can
     match parameters on other pipeline stages."""
     found = Placed.all_in(chunk)
-    return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
+    return [i for i, rule in enumerate(rules) if any(map(rule.matches, found))]
 
 
 def _of_experts(rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
