@@ -443,6 +443,8 @@ def _combine(norms: Iterable[float], norm_type: float) -> float:
     largest = max(values, default=0.0)
     if len(values) < 2 or math.isinf(norm_type) or math.isinf(largest):
         return largest
-    # Each norm is divided by the largest one, so that its power does not overflow.
-    total = math.fsum([(value / largest) ** norm_type for value in values])
-    return largest * math.pow(total, 1.0 / norm_type)
+    # before powers are summed, norms are scaled by a power of two, which is exact and avoids overflow
+    exponent = math.frexp(largest)[1]
+    power = math.fsum([math.ldexp(value, -exponent) ** norm_type for value in values])
+    root = math.sqrt(power) if norm_type == 2.0 else power ** (1.0 / norm_type)
+    return math.ldexp(root, exponent) if math.frexp(root)[1] + exponent <= 1024 else math.inf
