@@ -238,6 +238,7 @@ class _DeepSpeedHost(Host):
             if group.setdefault("param_names", names) != names:
                 group.clear()
                 group.update(options, params=flats, param_names=names)
+            options.clear()
             options.update(_options(group))
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
