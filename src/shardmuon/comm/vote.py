@@ -451,12 +451,11 @@ class Call(ABC, Generic[_K]):
             everyone: For each rank of the set, the list that `lines` returned; None if the rank does not know the set.
         """
         told = [lines or ["nothing to say"] for lines in everyone]
-        each = zip(ranks, told, strict=True)
-        pairs = ((rank, *pair) for rank, theirs in each for pair in zip(told[0], theirs, strict=False))
-        rank, one, other = next(pair for pair in pairs if pair[1] != pair[2])
+        first, *others = next(line for line in zip(*told, strict=False) if len(set(line)) > 1)
+        rank, other = next(pair for pair in zip(ranks[1:], others, strict=True) if pair[1] != first)
         return (
-            f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {one!r}, rank {rank} has {other!r}. "
-            f"{self.rule}"
+            f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {first!r}, rank {rank} has {other!r}"
+            f". {self.rule}"
         )
 
     def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:
@@ -551,15 +550,13 @@ def refuse_unlike(
             set.
         fault: Record of this rank's error, if this rank has one.
     """
-    component, unlike, mine = tuple(everyone), None, None
+    component, unlike, mine = tuple(everyone), list[Ranks](), None
     with fault:
-        for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
-            # the digests differ, or only some ranks of the set have a digest
-            if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
-                unlike = ranks
-                break
-        if unlike is not None and unlike in everyone[my_rank()]:
-            mine = lines(unlike)
+        sets = in_order(ranks for theirs in everyone.values() for ranks in theirs)
+        # `unlike` lists the sets on whose ranks the digests differ, or of which only some ranks have a digest.
+        unlike = [ranks for ranks in sets if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1]
+        if unlike and unlike[0] in everyone[my_rank()]:
+            mine = lines(unlike[0])
     told = dict(zip(component, gather(mine, component, fault), strict=True))
-    if unlike is not None:
-        raise Refused(text(unlike, [told[rank] for rank in unlike if rank in told]))
+    if unlike:
+        raise Refused(text(unlike[0], [told[rank] for rank in unlike[0] if rank in told]))
