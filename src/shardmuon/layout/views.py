@@ -181,8 +181,9 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
 
 
 def _matrix(start: Ints, sizes: Ints, num_row_dims: int, transposed: bool) -> _Matrix:
-    """Make the `_Matrix` that a box of the fine index space contains. The first `num_row_dims` dims of the box step
-    through the rows of the stored tensor, and the others through its columns."""
+    """Make the `_Matrix` that consists of one box of the fine index space. The first `num_row_dims` dims of the box
+    step through the rows of the stored tensor, and the other dims through its columns. If `transposed` is True, the
+    stored columns are the rows of the matrix."""
     rows, cols = sizes[:num_row_dims], sizes[num_row_dims:]
     if not transposed:
         return _Matrix(math.prod(rows), math.prod(cols), start, sizes, row_major(sizes))
