@@ -550,13 +550,15 @@ def refuse_unlike(
             set.
         fault: Record of this rank's error, if this rank has one.
     """
-    component, unlike, mine = tuple(everyone), list[Ranks](), None
+    component, unlike, mine = tuple(everyone), None, None
     with fault:
-        sets = in_order(ranks for theirs in everyone.values() for ranks in theirs)
-        # `unlike` lists the sets on whose ranks the digests differ, or of which only some ranks have a digest.
-        unlike = [ranks for ranks in sets if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1]
-        if unlike and unlike[0] in everyone[my_rank()]:
-            mine = lines(unlike[0])
+        for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
+            # the digests differ, or only some ranks of the set have a digest
+            if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
+                unlike = ranks
+                break
+        if unlike is not None and unlike in everyone[my_rank()]:
+            mine = lines(unlike)
     told = dict(zip(component, gather(mine, component, fault), strict=True))
-    if unlike:
-        raise Refused(text(unlike[0], [told[rank] for rank in unlike[0] if rank in told]))
+    if unlike is not None:
+        raise Refused(text(unlike, [told[rank] for rank in unlike if rank in told]))
