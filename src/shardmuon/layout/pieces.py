@@ -292,9 +292,10 @@ class ParamLayout:
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
-        """Tiles of each matrix, as one dict per matrix. The dict maps each rank that stores part of the matrix, in
-        ascending order, to the rank's tiles in storage order."""
-        # Tiles are computed once for each distinct piece, because ranks with replicas have equal pieces.
+        """Tiles of each matrix, as one dict per matrix. A tile is the part of the matrix in one stored piece of the
+        tensor. The dict maps each rank that stores part of the matrix, in ascending order, to the rank's tiles in
+        storage order."""
+        # Tiles are computed once for each distinct piece, because replicas of a piece have equal tiles.
         of_held = cache(partial(_tiles_of, view=self.view))
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
         for rank, of_rank in zip(self.ranks, self.held, strict=True):
