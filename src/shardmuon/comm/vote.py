@@ -455,12 +455,11 @@ class Call(ABC, Generic[_K]):
             everyone: For each rank of the set, the list that `lines` returned; None if the rank does not know the set.
         """
         told = [lines or ["nothing to say"] for lines in everyone]
-        each = zip(ranks, told, strict=True)
-        pairs = ((rank, *pair) for rank, theirs in each for pair in zip(told[0], theirs, strict=False))
-        rank, one, other = next(pair for pair in pairs if pair[1] != pair[2])
+        first, *others = next(line for line in zip(*told, strict=False) if len(set(line)) > 1)
+        rank, other = next(pair for pair in zip(ranks[1:], others, strict=True) if pair[1] != first)
         return (
-            f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {one!r}, rank {rank} has {other!r}. "
-            f"{self.rule}"
+            f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {first!r}, rank {rank} has {other!r}"
+            f". {self.rule}"
         )
 
     def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:

@@ -121,10 +121,13 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
-                # All ranks that share a tensor have the same grid, which is stored for all of them, because computing
-                # the grid again for each of N ranks would take O(N^3) time.
-                for row, column in itertools.product(grid, columns):
-                    found.setdefault(Ties(row, column), grid)
+                # `cells` maps each rank of the grid to the ties that the rank must have reported. The grid is stored
+                # for all of these ties, because computing the grid again for each of N ranks would take O(N^3) time.
+                cells = {one: Ties(row, column) for row in grid for one, column in zip(row, columns, strict=True)}
+                for other, cell in cells.items():
+                    if cell not in known.get(other, ()) or len(cells) < len(grid) * len(columns):
+                        raise Refused(_no_grid(rank, ties, other, known))
+                    found.setdefault(cell, grid)
     return found
 
 
@@ -140,11 +143,6 @@ def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
         if not rows[mate]:
             raise Refused(_no_grid(rank, ties, mate, known))
     rows[rank] = ties.parts
-    for at in range(len(columns)):
-        column = union([row[at : at + 1] for row in rows.values()])
-        for row in rows.values():
-            if Ties(row, column) not in known.get(row[at], ()) or len(union(rows.values())) < len(columns) * len(rows):
-                raise Refused(_no_grid(rank, ties, row[at], known))
     return tuple(sorted(rows.values()))
 
 

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -250,11 +250,10 @@ def _check_partition(shape: Ints, pieces: Iterable[Piece]) -> None:
     for start, sizes in spans:
         cells = zip(edges, start, sizes, strict=True)
         count[tuple(slice(np.searchsorted(e, a), np.searchsorted(e, a + n)) for e, a, n in cells)] += 1
-    for fault, wrong in (("leave a gap", count == 0), ("overlap", count > 1)):
-        if wrong.any():
-            cell = np.argwhere(wrong)[0]
-            at = ", ".join(f"[{e[i]}, {e[i + 1]})" for e, i in zip(edges, cell, strict=True))
-            raise ValueError(f"pieces {fault} at ({at}) of {words}")
+    wrong = np.argwhere(count != 1)
+    if len(wrong):
+        at = ", ".join(f"[{e[i]}, {e[i + 1]})" for e, i in zip(edges, wrong[0], strict=True))
+        raise ValueError(f"pieces {'overlap' if count[tuple(wrong[0])] else 'leave a gap'} at ({at}) of {words}")
 
 
 # -------------------------------------------------------------------------------------------------- who stores what
@@ -297,11 +296,10 @@ class ParamLayout:
         tensor. The dict maps each rank that stores part of the matrix, in ascending order, to the rank's tiles in
         storage order."""
         # Tiles are computed once for each distinct piece, because replicas of a piece have equal tiles.
-        distinct = set(itertools.chain.from_iterable(self.held))
-        of_held = {held: _tiles_of(held, self.view) for held in distinct}
+        of_held = cache(partial(_tiles_of, view=self.view))
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
         for rank, of_rank in zip(self.ranks, self.held, strict=True):
-            for tile in itertools.chain.from_iterable(map(of_held.__getitem__, of_rank)):
+            for tile in itertools.chain.from_iterable(map(of_held, of_rank)):
                 found[tile.matrix].setdefault(rank, []).append(tile)
         return tuple({rank: tuple(tiles) for rank, tiles in of_matrix.items()} for of_matrix in found)
 
@@ -347,11 +345,11 @@ class ParamLayout:
         """The ranks of each replica, ordered by replica index (`replica_of`). The tuple is empty if the ranks do not
         form complete replicas, because some pieces have more copies than others, or because the pieces of a rank
         disagree on the rank's replica index."""
-        places = {rank: {self.keepers[one].index(rank) for one in pieces} for rank, pieces in self.pieces.items()}
         num = {len(ranks) for ranks in self.keepers.values()}
-        if len(num) != 1 or any(len(of_rank) > 1 for of_rank in places.values()):
-            return ()
-        return tuple(tuple(rank for rank in self.ranks if places[rank] == {number}) for number in range(*num))
+        # a replica consists of the ranks at the same position among the ranks that store each piece
+        found = [tuple(sorted(set(ranks))) for ranks in zip(*self.keepers.values(), strict=False)]
+        are_disjoint = sum(map(len, found)) == len(set().union(*found))
+        return tuple(found) if len(num) == 1 and are_disjoint else ()
 
     @cached_property
     def has_replicas(self) -> bool:

@@ -140,12 +140,17 @@ def matrix_view(
     if len(blocks) == 1:
         blocks, groups = (blocks[0] * groups,), 1
     d = of_rows + split_dim
-    matrices = []
-    for expert in range(dims[0] if of_rows else 1):
-        for first, size in zip(itertools.accumulate(blocks, initial=0), blocks, strict=False):
-            matrices.append(_block(dims, of_rows, split_dim, (expert, first, size), groups, bool(transposed)))
     fine = dims if groups == 1 else (*dims[:d], groups, sum(blocks), *dims[d + 1 :])
-    return MatrixView(dims, fine, d if groups > 1 else -1, tuple(matrices), of_rows + 1)
+    # For each fine dim, the (first index, size) of the intervals into which the matrices divide it. Each combination of
+    # intervals is the box of one matrix.
+    cuts = [[(0, size)] for size in fine]
+    if of_rows:
+        cuts[0] = [(expert, 1) for expert in range(dims[0])]
+    cuts[d + (groups > 1)] = list(zip(itertools.accumulate(blocks, initial=0), blocks, strict=False))
+    num_row_dims = of_rows + 1 + (groups > 1 and split_dim == 0)
+    boxes = (zip(*box, strict=True) for box in itertools.product(*cuts))
+    matrices = tuple(_matrix(start, sizes, num_row_dims, transposed) for start, sizes in boxes)
+    return MatrixView(dims, fine, d if groups > 1 else -1, matrices, of_rows + 1)
 
 
 def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
@@ -175,30 +180,15 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
     return of_rows
 
 
-def _block(
-    dims: Ints, of_rows: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
-) -> _Matrix:
-    """Make the `_Matrix` for one block of a tensor's rows or columns. `block`: (index of the matrix in a stack, first
-    index of the block within a repeat of `split_sizes`, size of the block)."""
-    expert, first, size = block
-    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # numbers of rows and columns of the stored block
-    sides[split_dim] = size * groups
-    # Distances in the row-major matrix, in elements, between neighboring rows and between neighboring columns of the
-    # stored tensor.
-    steps = (1, sides[0]) if transposed else (sides[1], 1)
-    # Position of the block, as a tuple (first index, size, stride in the matrix) for each dim of the fine index space
-    # ([Note: the fine index space]).
-    ranges = [(0, dims[of_rows], steps[0])]
-    inner = row_major(dims[of_rows + 1 :])
-    ranges += [(0, n, stride * steps[1]) for n, stride in zip(dims[of_rows + 1 :], inner, strict=True)]
-    ranges[split_dim] = (first, size, steps[split_dim])
-    if groups > 1:
-        ranges.insert(split_dim, (0, groups, size * steps[split_dim]))
-    if of_rows:
-        ranges.insert(0, (expert, 1, 0))
-    start, sizes, strides = (tuple(column) for column in zip(*ranges, strict=True))
-    rows, cols = reversed(sides) if transposed else sides
-    return _Matrix(rows, cols, start, sizes, strides)
+def _matrix(start: Ints, sizes: Ints, num_row_dims: int, transposed: bool) -> _Matrix:
+    """Make the `_Matrix` that consists of one box of the fine index space. The first `num_row_dims` dims of the box
+    step through the rows of the stored tensor, and the other dims through its columns. If `transposed` is True, the
+    stored columns are the rows of the matrix."""
+    rows, cols = sizes[:num_row_dims], sizes[num_row_dims:]
+    if not transposed:
+        return _Matrix(math.prod(rows), math.prod(cols), start, sizes, row_major(sizes))
+    strides = row_major((*cols, *rows))
+    return _Matrix(math.prod(cols), math.prod(rows), start, sizes, (*strides[len(cols) :], *strides[: len(cols)]))
 
 
 def _blocks_of(

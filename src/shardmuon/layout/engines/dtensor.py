@@ -180,17 +180,15 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
     """
     from torch.distributed.tensor import Replicate, Shard
 
-    found: list[meshes.Shard | None] = []
     for placement in placements:
-        if isinstance(placement, (Shard, strided_shard())):
-            found.append(meshes.Shard(placement.dim, int(getattr(placement, "split_factor", 1))))
-        elif isinstance(placement, Replicate):
-            found.append(None)
-        else:
+        if not isinstance(placement, (Shard, strided_shard(), Replicate)):
             raise ValueError(
                 f"placement {placement} of {placements} is not Shard or Replicate. Redistribute the parameter first"
             )
-    return tuple(found)
+    return tuple(
+        meshes.Shard(p.dim, int(getattr(p, "split_factor", 1))) if isinstance(p, (Shard, strided_shard())) else None
+        for p in placements
+    )
 
 
 def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:

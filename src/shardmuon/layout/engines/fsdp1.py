@@ -92,9 +92,9 @@ class UnitPlace(NamedTuple):
     def learn(objects: Iterable[Any]) -> None:
         """Find the FSDP1 units among `objects`, and record the location of every parameter of these units. Units whose
         process group has been destroyed are skipped."""
-        module: Any = sys.modules.get("torch.distributed.fsdp")
-        kind = None if module is None else module.FullyShardedDataParallel
-        for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
+        # No class is a subclass of (), which stands for a module that is not imported.
+        kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+        for unit in [one for one in objects if issubclass(type(one), kind)]:
             # `_handle` is missing or None if the FSDP1 unit manages no parameters or is not built yet.
             handle: Any = getattr(unit, "_handle", None)
             if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
@@ -118,8 +118,7 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
         start, numel = int(here.intra_param_start_idx or 0), int(here.numel_in_shard or 0)
         info = FlatShard(tuple(shape), start, group, "FSDP1 flat parameters", copies, home=home)
         _PLACES[param] = UnitPlace(weakref.ref(unit), number, info, numel, fault, is_sharded)
-        if home is not None:
-            param._shardmuon_home = home
+        param._shardmuon_home = home
 
 
 def _found(param: Tensor) -> UnitPlace:
