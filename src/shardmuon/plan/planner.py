@@ -342,11 +342,10 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
 
 
 def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
-    """Split the matrices of all owners (the ranks that orthogonalize them) into at least `least` shares (buckets), if
-    there are enough matrices. In each share, an owner has at most `most` elements, or a single larger matrix. The work
-    of each owner is spread evenly over the shares."""
-    num = max(len(_cut(line, most, least)) for line in lines)
-    cut = (_cut(line, most, num) for line in lines)
+    """Split the matrices of all owners into at least `least` shares (buckets), if there are enough matrices. In each
+    share, an owner has at most `most` elements, or a single larger matrix. If the limit leaves a choice, the work of
+    each owner is spread evenly over the shares."""
+    cut = (_cut(line, most, least) for line in lines)
     return [list(chain.from_iterable(parts)) for parts in zip_longest(*cut, fillvalue=())]
 
 
