@@ -201,7 +201,7 @@ def _counts(
     owned, batches = defaultdict[int, Counter[tuple[Any, ...]]](Counter), Counter[int]()
     for item in items:
         for rank in item.owners:
-            owned[rank][item.rows, item.cols, item.how, item.cost] += 1
+            owned[rank][item.rows, item.cols, str(item.choice), item.cost] += 1
             batches[rank] += bucket.itemsize * aligned(item.numel, bucket.itemsize)
     at, numel, owner, source = map(np.concatenate, zip(*map(ways, items), strict=True))
     own = np.equal(at, owner) if bucket.exchange else np.ones(len(at), bool)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
@@ -37,27 +37,24 @@ class Spec(NamedTuple):
     Attributes:
         name: Name of the parameter in messages and tables.
         layout: Layout of the parameter, which describes the pieces that each rank stores.
-        hows: For each matrix, a text that describes how the matrix is orthogonalized. Only matrices with equal texts
-            can be in the same batch.
+        choices: For each matrix, the `orthogonalize.choice.Choice` of its method and dtype. Only matrices with equal
+            choices can be in the same batch.
         costs: Floating point operations to orthogonalize each matrix.
         itemsizes: For each matrix, the number of bytes per element when the matrix is sent.
         batch: Text that lists the Newton-Schulz coefficients and the stages of the Muon variant. Only parameters with
             equal texts can have matrices in the same batch.
         kind: Type of the parameter's device, which is the same for all parameters of a bucket.
         kept: State tensors with values per matrix, one for each variant stage that has such state.
-        reasons: For each matrix, the reason why its method was chosen, for printed plans. If empty, no reasons are
-            printed. A reason can name capabilities of one rank's machine, so ranks do not compare reasons.
     """
 
     name: str
     layout: ParamLayout
-    hows: tuple[str, ...]
+    choices: tuple[Any, ...]
     costs: tuple[int, ...]
     itemsizes: tuple[int, ...]
     batch: str = ""
     kind: str = "cpu"
     kept: tuple[Kept, ...] = ()
-    reasons: tuple[str, ...] = ()
 
 
 class Policy(NamedTuple):
@@ -89,7 +86,7 @@ class Item(NamedTuple):
         owners: A single rank, or one rank per replica in the order of `ParamLayout.replicas`.
         route: "local" if no element of the matrix is sent; "owner" if the matrix is gathered on its owner and the
             result is scattered.
-        how: Text that describes how the matrix is orthogonalized.
+        choice: `orthogonalize.choice.Choice` of the method and dtype for the matrix.
         cost: Floating point operations to orthogonalize the matrix.
     """
 
@@ -99,7 +96,7 @@ class Item(NamedTuple):
     cols: int
     owners: Ranks
     route: Literal["local", "owner"]
-    how: str
+    choice: Any
     cost: int
 
     @property
@@ -201,8 +198,7 @@ class Plan:
         return loads
 
     def __str__(self) -> str:
-        whys = ((i, self.specs[i.param].reasons) for i in self.items)
-        reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {why[i.matrix]}" for i, why in whys if why)
+        reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.choice}, {i.choice.reason}" for i in self.items)
         lines, loads = [_rows(self), *reasons], self.loads().values()
         if any(loads):
             mean = sum(loads) / len(loads)
@@ -221,5 +217,5 @@ def _rows(plan: Plan) -> str:
             spec = plan.specs[item.param]
             name = spec.name if len(spec.layout.view.matrices) == 1 else f"{spec.name}[{item.matrix}]"
             owners, held = ",".join(map(str, item.owners)), f"ranks {ranks_text(tuple(spec.layout.tiles[item.matrix]))}"
-            rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), item.how, held))
+            rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), str(item.choice), held))
     return table(rows)

@@ -112,7 +112,7 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
     # only some ranks store this state.
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
-    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix])
+    return Item(param, matrix, rows, cols, able, "owner", spec.choices[matrix], spec.costs[matrix])
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
@@ -372,7 +372,7 @@ def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> d
     for item in items:
         layout, owner = specs[item.param].layout, item.owners[0]
         spread = spreads[layout]._replace(replicas=1, near=1) if len(item.owners) > 1 else spreads[layout]
-        batch = _products_of(min(item.rows, item.cols), item.how, item.cost, machine)
+        batch = _products_of(item, machine)
         found[item.key] = _Priced(owner, layout.replica_of[owner], item.numel, *batch, spread)
     return found
 
@@ -424,12 +424,11 @@ class _Priced(NamedTuple):
     spread: _Spread
 
 
-def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int, int]:
-    """Estimate the batch size for matrices whose shorter side is `short`, and the time to orthogonalize a batch, in
-    nanoseconds. `how` is a text that names the compute dtype, and `flops` is the number of floating point operations
-    for one matrix."""
-    words = how.split()
-    rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
+def _products_of(item: Item, machine: Machine) -> tuple[int, int]:
+    """Estimate the batch size for matrices like the given one, and the time to orthogonalize a batch, in
+    nanoseconds."""
+    short = min(item.rows, item.cols)
+    rate = {2: machine.half, 4: machine.single, 8: machine.double}[item.choice.dtype.itemsize]
     # The batch size is limited so that the Gram matrices of a batch have at most 3 * 2**20 elements (see
     # `orthogonalize.batch_size`).
     size = 1 if not machine.launch else min(max((3 << 20) // short**2, 1), 64)
@@ -439,7 +438,7 @@ def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[in
     # the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
     # a batch takes at least as long as the 30 kernel launches of five Newton-Schulz steps
-    return size, max(size * flops * 1000 // (rate * share), 30 * machine.launch)
+    return size, max(size * item.cost * 1000 // (rate * share), 30 * machine.launch)
 
 
 class _Timed(NamedTuple):

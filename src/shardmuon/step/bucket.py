@@ -74,8 +74,8 @@ class Bound:
         self.plan, self.program, self.device, self.ns_device = plan, program, device, ns_device
         self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], sum(len(batch.items) for batch in program.batches)
         self.moves = program.bucket.exchange
-        self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
-        self.like_torch = Choice.of(plan.items[program.bucket.items[0]].how).method == "torch"
+        self.choices: list[Choice] = [plan.items[batch.items[0]].choice for batch in program.batches]
+        self.like_torch = plan.items[program.bucket.items[0]].choice.method == "torch"
         scatter, relay = program.scatter, program.relay or Wire((), (), (), ())
         views = [spec.layout.view for spec in plan.specs]
         self.own, self.gathered, self.scattered, self.late, self.held = (
