@@ -170,22 +170,22 @@ class Plan:
         all ranks of the set."""
         found = {}
         for ranks in dict.fromkeys(spec.layout.ranks for spec in self.specs):
-            params = [n for n, spec in enumerate(self.specs) if spec.layout.ranks == ranks]
             specs = [
                 (spec.layout.digest, *spec[2:7], [(kept.layout.digest, kept.travels) for kept in spec.kept])
-                for spec in map(self.specs.__getitem__, params)
+                for spec in self.specs
+                if spec.layout.ranks == ranks
             ]
-            place = {param: at for at, param in enumerate(params)}
-            items = {n: (place[i.param], *i[1:]) for n, i in enumerate(self.items) if i.param in place}
+            # Indices of matrices and parameters differ between ranks, because a rank's plan can contain parameters that
+            # the rank shares with ranks outside this set.
+            numbers = [n for n, item in enumerate(self.items) if self.specs[item.param].layout.ranks == ranks]
+            place = {number: at for at, number in enumerate(numbers)}
+            # The digest leaves out local buckets (matrices that are not exchanged) for the same reason.
             moving = [
-                (*bucket[1:5], bucket.gathers, [items[n] for n in bucket.items])
+                (*bucket[1:5], bucket.gathers, [place[n] for n in bucket.items])
                 for bucket in self.buckets
                 if bucket.exchange and bucket.ranks == ranks
             ]
-            # The digest leaves out local buckets (matrices that are not exchanged), because these buckets depend on
-            # parameters that the owner shares with ranks outside this set.
-            local = [item for n, item in items.items() if self.items[n].route == "local"]
-            found[ranks] = digest_of([specs, moving, local])
+            found[ranks] = digest_of([specs, [self.items[n][1:] for n in numbers], moving])
         return found
 
     def loads(self) -> dict[int, int]:

@@ -217,11 +217,10 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
     buckets, because ranks with local buckets would then start their exchanges in a different order than ranks without
     local buckets.
     """
-    before, behind = list[tuple[Bucket, list[_Share]]](), list[tuple[Bucket, list[_Share]]]()
-    for alike, share in sorted(_together(specs, (item for item in items if item.route == "local")).items()):
-        shares = _local(alike, share, policy)
-        before.append((alike, shares[: (len(shares) + 1) // 2]))
-        behind.append((alike, shares[(len(shares) + 1) // 2 :]))
+    alone = sorted(_together(specs, (item for item in items if item.route == "local")).items())
+    local = [(alike, _local(alike, share, policy)) for alike, share in alone]
+    before = [(alike, shares[: (len(shares) + 1) // 2]) for alike, shares in local]
+    behind = [(alike, shares[(len(shares) + 1) // 2 :]) for alike, shares in local]
     between = sorted(chain.from_iterable(way.moving.items() for way in ways))
     number = {item.key: n for n, item in enumerate(items)}
     return [
@@ -292,14 +291,11 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: 
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
     tails = _TAILS if any(prices[item.key].spread.replicas > 1 for item in items) else (1,)
-    lines, known = _lines(items), 0
-    for least in _NUMS:
-        waves = _shares_of(lines, most, least)[::-1]
-        if len(waves) > known:
-            yield from (_narrowed(waves, tail, prices) for tail in tails)
-        known = len(waves)
-        if known == max(map(len, lines)):
-            break
+    lines = _lines(items)
+    # Of divisions with equal numbers of waves, the one with the smallest minimum is used.
+    tried = (_shares_of(lines, most, least)[::-1] for least in reversed(_NUMS))
+    for waves in {len(waves): waves for waves in tried}.values():
+        yield from (_narrowed(waves, tail, prices) for tail in tails)
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
