@@ -87,7 +87,7 @@ class BucketCount:
     Attributes:
         number: Index of the bucket in the plan, which is the same on all ranks that exchange the bucket's matrices; -1
             if nothing is exchanged.
-        route: Way in which the bucket's matrices reach the ranks that orthogonalize them (see `plan.plan.Bucket`).
+        exchange: True if the bucket's matrices are exchanged between ranks (see `plan.plan.Bucket`).
         num_ranks: Number of ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
         num_nodes: Number of nodes to which these ranks belong.
         itemsize: Number of bytes per element in the batches and in the exchanged data.
@@ -107,7 +107,7 @@ class BucketCount:
     """
 
     number: int
-    route: str
+    exchange: bool
     num_ranks: int
     num_nodes: int
     itemsize: int
@@ -234,7 +234,7 @@ def _counts(
         sent, received = (_Sides._make(side[way][n] for side in sides) for way in (0, 1))
         yield BucketCount(
             number=number if bucket.exchange else -1,
-            route=bucket.route,
+            exchange=bucket.exchange,
             num_ranks=len(exchanging),
             num_nodes=num_nodes,
             itemsize=bucket.itemsize,

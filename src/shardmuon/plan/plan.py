@@ -120,8 +120,8 @@ class Bucket(NamedTuple):
 
     Attributes:
         ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
-        route, num_owners: `Item.route` ("local" or "owner") and number of owners of each item; both are equal for all
-            items of the bucket.
+        exchange: True if the bucket's matrices are exchanged between ranks, False if their `Item.route` is "local".
+        num_owners: Number of owners of each item, which is equal for all items of the bucket.
         kind: Type of the device on which the parameters are, such as "cuda".
         itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the bucket's matrices in the plan's items.
@@ -130,17 +130,12 @@ class Bucket(NamedTuple):
     """
 
     ranks: Ranks
-    route: Literal["local", "owner"]
+    exchange: bool
     num_owners: int
     kind: str
     itemsize: int
     items: tuple[int, ...] = ()
     gathers: bool = False
-
-    @property
-    def exchange(self) -> bool:
-        """True if the bucket's matrices are exchanged between ranks."""
-        return self.route != "local"
 
 
 @dataclass(frozen=True)

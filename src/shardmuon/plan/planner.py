@@ -170,12 +170,9 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Mac
     """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all of its matrices itself.
     Owners are chosen in the first replica. In every other replica, the rank that stores the same piece as the chosen
     rank becomes an owner. Return a dict from each item's key to the item. If the layouts of the matrices divide the
-    ranks into replicas in different ways, the dict contains only the matrices with the division that accounts for the
-    most work."""
-    work = Counter[tuple[Ranks, ...]]()
-    for item in drafts:
-        work[specs[item.param].layout.replicas] += item.cost
-    replicas = max(work, key=lambda of: (work[of], of), default=())
+    ranks into replicas in different ways, the dict contains only the matrices with the most frequent division."""
+    divisions = Counter(specs[item.param].layout.replicas for item in drafts)
+    replicas = max(divisions, key=divisions.__getitem__, default=())
     if len(replicas) < 2:
         return {}
     first = set(replicas[0])
@@ -239,8 +236,9 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
-        ranks = item.owners if item.route == "local" else spec.layout.ranks
-        alike = Bucket(ranks, item.route, len(item.owners), spec.kind, spec.itemsizes[item.matrix])
+        exchange = item.route != "local"
+        ranks = spec.layout.ranks if exchange else item.owners
+        alike = Bucket(ranks, exchange, len(item.owners), spec.kind, spec.itemsizes[item.matrix])
         found.setdefault(alike, []).append(item)
     return found
 
