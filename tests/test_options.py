@@ -408,7 +408,7 @@ MISSPELLED = {
 BAD_KEYS = {
     **{key: f"{key} {says}" for key, says in SPELLINGS.items()},
     **{key: f"{key} applies to the whole optimizer. Write Muon(..., {key}=...)" for key in vars(MuonConfig())},
-    **{key: f"there is no option '{key}' (did you mean {near}?)" for key, near in MISSPELLED.items()},
+    **{key: f"there is no group option '{key}' (did you mean {near}?)" for key, near in MISSPELLED.items()},
 }
 OF_MATRICES = dict.fromkeys(ONLY_MUON, 7) | {
     "momentum": 0.5,

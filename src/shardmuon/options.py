@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
+from operator import itemgetter
 from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakSet
 
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef
 from shardmuon.errors import about
-from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines import engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
-from shardmuon.layout.views import Ints, MatrixView, matrix_view
+from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.momentum.keeper import MomentumDtype
 from shardmuon.orthogonalize import MethodName, products_dtype
 from shardmuon.orthogonalize.schedules import Triples, schedule
@@ -190,16 +191,16 @@ PLACE_OPTIONS = ("tp_group", "process_group")
 # AdamW's defaults must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change
 # betas[0] instead of momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
-_MUON_OPTIONS = (
+ONLY_MUON = (
     "momentum",
     "nesterov",
     "ns_coefficients",
     "ns_steps",
     "adjust_lr_fn",
     "variant",
+    *VIEW_DEFAULTS,
 )
-ONLY_MUON = {*_MUON_OPTIONS, *VIEW_DEFAULTS}
-GROUP_OPTIONS = ("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *VIEW_DEFAULTS, *PLACE_OPTIONS)
+GROUP_OPTIONS = ("use_muon", "lr", "weight_decay", *ONLY_MUON, *ADAMW_DEFAULTS, *PLACE_OPTIONS)
 # Dict from keys that are not group options, but that users are likely to write in a group, to the text that follows the
 # key in the error message.
 ELSEWHERE = {
@@ -234,18 +235,18 @@ def lr_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     return _LR_SCALES[adjust_lr_fn or "original"](rows, cols)
 
 
-def _check_keys(where: str, given: Iterable[str]) -> None:
-    """Raise ValueError if a group has a misspelled option or an option that does not belong in a group. The
-    message starts with `where`. Unknown keys that do not resemble an option, such as a scheduler's keys, are allowed.
-    """
+def check_keys(where: str, given: Iterable[str], *, strict: bool) -> None:
+    """Raise ValueError if a key is a misspelled group option or an option that does not belong in a group. The message
+    starts with `where`. If `strict`, all keys must be group options; otherwise, unknown keys that do not resemble a
+    group option, such as a scheduler's keys, are allowed."""
     for key in given:
-        if key in GROUP_OPTIONS or key in _FOREIGN:
+        if key in GROUP_OPTIONS or (key in _FOREIGN and not strict):
             continue
         if key in ELSEWHERE:
             raise ValueError(f"{where}{key} {ELSEWHERE[key]}")
-        near = did_you_mean(key, GROUP_OPTIONS, cutoff=0.8)
-        if near:
-            raise ValueError(f"{where}there is no option {key!r}{near}")
+        near = did_you_mean(key, GROUP_OPTIONS, cutoff=0.6 if strict else 0.8)
+        if near or strict:
+            raise ValueError(f"{where}there is no group option {key!r}{near}. Allowed: {', '.join(GROUP_OPTIONS)}")
 
 
 def unknown_keyword(key: str) -> TypeError:
@@ -384,18 +385,17 @@ class Settings:
 def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
     """Determine the matrices of a parameter from the options of its group. Raise ValueError, with the parameter's name,
     if the options do not match the parameter's shape."""
-    engine: Engine | None = None
-    shape: Ints = ()
-    try:
+    with about(name):
         engine = engine_for(param, group)
         shape = engine.shape(param)
-        return matrix_view(shape, **{key: group[key] for key in VIEW_DEFAULTS})
-    except ValueError as wrong:
-        if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
-            # The global shape is unknown until a plan is made, so return a view without matrices. The options are
-            # checked when the plan is made.
-            return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)
-        raise ValueError(f"{name}: {wrong}") from None
+        try:
+            return matrix_view(shape, **{key: group[key] for key in VIEW_DEFAULTS})
+        except ValueError:
+            if isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param) and len(shape) > 1:
+                # The global shape is unknown until a plan is made, so return a view without matrices. The options are
+                # checked when the plan is made.
+                return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)
+            raise
 
 
 class OptionsReader:
@@ -411,7 +411,6 @@ class OptionsReader:
         Raises:
             ValueError: An option is invalid. The message contains the group's index.
         """
-        found: list[Settings | None] = []
         for index, group in enumerate(groups):
             said = tuple(map(group.get, GROUP_OPTIONS))
             lasts = index < len(self._kept) and _LASTING.issuperset(map(type, said))
@@ -420,8 +419,7 @@ class OptionsReader:
                     check_hyperparameters("", group)
                     settings = Settings.of(group) if group["use_muon"] else None
                 self._kept[index : index + 1] = [(said, settings)]
-            found.append(self._kept[index][1])
-        return found
+        return list(map(itemgetter(1), self._kept[: len(groups)]))
 
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -474,13 +472,10 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
             f"group {index}: found {len(names)} param_names for {len(params)} parameters, so that messages would "
             "name wrong ones. Give one name for each, or leave param_names out"
         )
-    _check_keys(f"group {index}: ", given)
+    check_keys(f"group {index}: ", given, strict=False)
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name for i, g in enumerate(known) for name, p in named_params(g, i)}
-    # A group with all of Muon's options was copied from another optimizer's `param_groups`. The user did not set these
-    # options by hand, so they are allowed although they have no effect under AdamW.
-    own = () if ONLY_MUON.issubset(given) else ONLY_MUON.intersection(given)
-    meaningless = {key: group[key] for key in given if key in own and group[key] != defaults[key]}
+    meaningless = {key: group[key] for key in given if key in ONLY_MUON and group[key] != defaults[key]}
     unset = {*PLACE_OPTIONS}.difference(given)
     for position, p in enumerate(params):
         name = names[position] if position < len(names) else f"parameter {position} of group {index}"
@@ -495,7 +490,9 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
                 engine.cut(p)  # raises ValueError if the parameter's attributes describe an invalid sharding
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
-        elif meaningless:
+        # A group with all of Muon's options was copied from another optimizer's `param_groups`. The user did not set
+        # these options by hand, so they are allowed although they have no effect under AdamW.
+        elif meaningless and not set(ONLY_MUON).issubset(given):
             raise ValueError(
                 f"{name}: {meaningless} are options of matrices, but the group says use_muon=False, which is AdamW. "
                 "Leave them out"

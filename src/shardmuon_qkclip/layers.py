@@ -69,7 +69,7 @@ class Rows:
             )
 
     def num(self, *roles: _Role) -> int:
-        """Count the rows that have one of the given roles, or all rows if no role is given."""
+        """Count the rows that have one of the given roles, such as "q" (queries), or all rows if no role is given."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
     def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # one factor per row, shape (num(),)
@@ -178,8 +178,8 @@ class Holder(NamedTuple):
         """Return the global shape of a parameter, or (0,) if the shape is unknown, as for plain tensor-parallel shards.
         `below` is the parameter's name relative to the module."""
         param, place = self.weights[below]
-        shape, unknown = Placed(param, (place,)).shape({})
-        return (0,) if unknown else shape
+        shape, role = Placed(param, (place,)).shape_and_role({})
+        return (0,) if role.kind == "unknown" else shape
 
     def number(self, *names: str) -> int:
         """Return the first positive integer among the given attributes of the module and its config, or 0 if there is
@@ -193,11 +193,11 @@ class Holder(NamedTuple):
         """Return a dict from module name to `Holder`, for every module that has parameters, either itself or in its
         submodules."""
         found: dict[str, Holder] = {}
-        for param, places in Placed.all_in(model):
-            for place in places:
+        for placed in Placed.all_in(model):
+            for place in placed.places:
                 for below, module in place.owners:
                     name = place.name.removesuffix(below).rstrip(".")
-                    found.setdefault(name, cls(name, module, {})).weights.setdefault(below, (param, place))
+                    found.setdefault(name, cls(name, module, {})).weights.setdefault(below, (placed.param, place))
         return found
 
 

@@ -74,11 +74,11 @@ def _presets() -> dict[str, dict[str, Any]]:
 def _active_of(module: nn.Module) -> int:
     """Count the parameter elements that each token uses (see [Note: active parameters]). Return 0 for a model with
     experts, because the number of experts per token is unknown."""
-    held = [(p, places) for p, places in Placed.all_in(module) if not all(place.is_table for place in places)]
+    held = [one for one in Placed.all_in(module) if not all(place.is_table for place in one.places)]
     named = r"(^|\.)(routed_|local_|moe_)?experts(\.|$)"
     # A 3-D parameter is assumed to be a stack of experts.
-    has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)
-    return 0 if has_experts else sum(p.numel() for p, _ in held)
+    has_experts = any(one.param.ndim == 3 or re.search(named, one.name) for one in held)
+    return 0 if has_experts else sum(one.param.numel() for one in held)
 
 
 def _is_config(text: str) -> bool:

@@ -101,7 +101,8 @@ class Item(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key by which a plan sorts its items: (index of the parameter, index of the matrix in the parameter)."""
+        """Key by which a plan sorts its items (matrices): (index of the parameter, index of the matrix in the
+        parameter)."""
         return self.param, self.matrix
 
     @property
@@ -174,7 +175,8 @@ class Plan:
             # the rank shares with ranks outside this set.
             numbers = [n for n, item in enumerate(self.items) if self.specs[item.param].layout.ranks == ranks]
             place = {number: at for at, number in enumerate(numbers)}
-            # The digest leaves out local buckets (matrices that are not exchanged) for the same reason.
+            # The digest leaves out local buckets (matrices that are not exchanged), because these buckets depend on
+            # parameters that the owner (the rank that orthogonalizes the matrices) shares with ranks outside this set.
             moving = [
                 (*bucket[1:5], bucket.gathers, [place[n] for n in bucket.items])
                 for bucket in self.buckets
@@ -205,7 +207,8 @@ class Plan:
 
 
 def _rows(plan: Plan) -> str:
-    """Format the matrices of a plan as a text table, bucket by bucket."""
+    """Format the matrices of a plan as a text table, one bucket (matrices that are exchanged together) after
+    another."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):

@@ -42,11 +42,10 @@ from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import (
     ADAMW_DEFAULTS,
-    ELSEWHERE,
-    GROUP_OPTIONS,
     ONLY_MUON,
     VIEW_DEFAULTS,
     check_hyperparameters,
+    check_keys,
     given_lr,
     lr_scale,
     refuse_sets,
@@ -249,7 +248,7 @@ def param_groups(
     matched = None
     if adamw_lr is None:
         matched = _matched_lr(
-            (*size, lr_scale(w.options.get("adjust_lr_fn"), *size)) for w in trained for size in w.matrices
+            [(*size, lr_scale(w.options.get("adjust_lr_fn"), *size)) for w in trained for size in w.matrices]
         )
         adamw_lr = both["lr"] if matched == 1.0 else both["lr"] * matched
     groups = dict[Any, dict[str, Any]]()
@@ -265,7 +264,7 @@ def param_groups(
     return ParamGroups(sorted(groups.values(), key=lambda group: not group["use_muon"]), rows, matched)
 
 
-def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
+def _matched_lr(updates: Sequence[tuple[int, int, float]]) -> float:
     """Compute the lr of AdamW, as a multiple of Muon's lr, at which the updates of both have the same root mean square.
 
     An orthogonalized matrix has singular values near 1, so the squares of its entries add up to min(rows, cols).
@@ -276,9 +275,8 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     Returns:
         The multiple, which is 1 for `adjust_lr_fn="match_rms_adamw"` or if there are no matrices.
     """
-    found = list(updates)
-    total = sum(rows * cols for rows, cols, _ in found)
-    squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
+    total = sum(rows * cols for rows, cols, _ in updates)
+    squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in updates)
     # AdamW's updates have a root mean square of 0.2 times its lr (see docs/learning_rate.md). Results are rounded to
     # six digits, so that results that should be 1 become exactly 1 despite rounding errors.
     return float(f"{math.sqrt(squares / total) / 0.2:.6g}") if total else 1.0
@@ -301,10 +299,10 @@ class Rule(NamedTuple):
     label: str
     options: Mapping[str, Any]
 
-    def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
+    def matches(self, placed: Placed) -> bool:
         """True if the override's pattern matches a parameter at any of its places in the model (a shared parameter has
         several)."""
-        return any(self.fits(place.name, param, place.module) for place in places)
+        return any(self.fits(place.name, placed.param, place.module) for place in placed.places)
 
     def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
         """True if the override's pattern matches a parameter with this name in this module."""
@@ -332,14 +330,7 @@ class Rule(NamedTuple):
             options = {"use_muon": choice == "muon"} if choice in ("muon", "adamw") else choice
             if not isinstance(options, Mapping):
                 raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
-            for key in options:
-                if key in ELSEWHERE:
-                    raise ValueError(f"override {label}: {key} {ELSEWHERE[key]}")
-                if key not in GROUP_OPTIONS:
-                    raise ValueError(
-                        f"override {label}: there is no group option {key!r}{did_you_mean(key, GROUP_OPTIONS)}. "
-                        f"Allowed: {', '.join(GROUP_OPTIONS)}"
-                    )
+            check_keys(f"override {label}: ", options, strict=True)
             rules.append(cls(pattern, label, dict(options)))
         return rules
 
@@ -348,11 +339,11 @@ class Rule(NamedTuple):
 
 
 @dataclass(eq=False)
-class _RoutedParam:
+class _RoutedParam(Placed):
     """A parameter and the optimizer chosen for it. The routing functions fill in the fields step by step.
 
     Attributes:
-        param, places, shape, role: The parameter, its places in the model, its global shape and its role.
+        shape, role: The parameter's global shape and its role.
         rule: The override that applies; an empty rule if no override matches.
         settled: The user's choice of `use_muon`, made by an override or through the attribute `p.use_muon`; None if the
             user made no choice.
@@ -361,8 +352,6 @@ class _RoutedParam:
         matrices: (rows, cols) of each matrix that Muon orthogonalizes.
     """
 
-    param: Tensor
-    places: tuple[Place, ...]
     shape: Ints
     role: Role
     rule: Rule
@@ -371,10 +360,6 @@ class _RoutedParam:
     reason: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     matrices: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.places[0].name
 
     @property
     def optimizer(self) -> Literal["Muon", "AdamW", "frozen"]:
@@ -394,19 +379,19 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     """
     found = Placed.all_in(model)
     for rule in rules:
-        if not any(rule.matches(*one) for one in found):
-            names = [place.name for _, places in found for place in places]
+        if not any(map(rule.matches, found)):
+            names = [place.name for one in found for place in one.places]
             raise ValueError(
                 f"override {rule.label} matches none of the model's {len(names)} parameter names"
                 f"{did_you_mean(str(rule.pattern), names, cutoff=0.5)}. A pattern is a glob over the whole name, such "
                 "as '*.attn.qkv.weight'"
             )
     weights = [_weight(one, rules, tp_group) for one in found]
-    experts = _find_experts(weights)
+    _find_experts(weights)
     heads, doubts = _find_heads(model, weights)
     for w in weights:
         w.use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
-        w.reason = experts.get(w.name) or heads.get(w.name) or w.role.reason
+        w.reason = heads.get(w.name, w.role.reason)
         if w.rule.label:
             w.reason = f"{'' if 'use_muon' in w.rule.options else f'{w.reason}, '}override {w.rule.label}"
         elif w.settled is not None:
@@ -416,33 +401,23 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
         if not w.param.requires_grad:
             w.reason = "requires_grad is False"
     read = [w.name for w in weights if VIEW_DEFAULTS.keys() & w.rule.options.keys()]
-    return weights, doubts + _doubts_of(weights, {*read, *heads, *experts})
+    return weights, doubts + _doubts_of(weights, {*read, *heads})
 
 
 def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) -> _RoutedParam:
     """Determine a parameter's role, and whether the user has chosen its optimizer by an override or the attribute
     `use_muon`."""
-    param, places = placed
-    name = places[0].name
-    rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
-    given = rule.options
-    with about(name):
-        ref = GroupRef.of(given.get("tp_group", tp_group), "tp_group")
-        if "tp_group" not in given:
-            check_expert(param, {**given, "tp_group": tp_group}, ["tp_group"])
-    shape, problem = placed.shape({"process_group": given.get("process_group"), "tp_group": ref})
-    if problem:
-        role = Role("unknown", problem)
-    # Megatron sets the attribute `is_embedding_or_output_parameter` on the weights of embeddings and output layers.
-    elif getattr(param, "is_embedding_or_output_parameter", False):
-        role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
-    else:
-        role = placed.role(shape)
+    rule = next((rule for rule in rules if rule.matches(placed)), Rule("", "", {}))
+    given = {"tp_group": tp_group, **rule.options}
+    with about(placed.name):
+        ref = GroupRef.of(given["tp_group"], "tp_group")
+        check_expert(placed.param, given, {"tp_group"} - rule.options.keys())
+    shape, role = placed.shape_and_role({"process_group": given.get("process_group"), "tp_group": ref})
     # the user or DeepSpeed may have set the attribute `use_muon` of the parameter
-    settled = given.get("use_muon", getattr(param, "use_muon", None))
+    settled = given.get("use_muon", getattr(placed.param, "use_muon", None))
     if settled is not None and not isinstance(settled, bool):
-        raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
-    return _RoutedParam(param, places, shape, role, rule, settled)
+        raise TypeError(f"{placed.name}: use_muon is {settled!r}. Set it to True or False, or delete it")
+    return _RoutedParam(placed.param, placed.places, shape, role, rule, settled)
 
 
 def _check_usable(w: _RoutedParam) -> None:
@@ -478,9 +453,9 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
     # differ.
     if isinstance(view["split_sizes"], list):
         view["split_sizes"] = tuple(view["split_sizes"])
-    given = {key: value for key, value in options.items() if key not in VIEW_DEFAULTS}
-    changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}
-    return {**muon, **given, **changed}, tuple((matrix.rows, matrix.cols) for matrix in matrices)
+    made = {**muon, **options, **view}
+    changed = {key: value for key, value in made.items() if key not in VIEW_DEFAULTS or value != VIEW_DEFAULTS[key]}
+    return changed, tuple((matrix.rows, matrix.cols) for matrix in matrices)
 
 
 # ---------------------------------------------------------------------------------------------------- output heads
@@ -624,37 +599,32 @@ class _Blocks:
 # ------------------------------------------------------------------------------------------------ routers and experts
 
 
-def _find_experts(weights: Sequence[_RoutedParam]) -> dict[str, str]:
-    """Find the matrices that choose among experts, and change their roles to "router".
+def _find_experts(weights: Sequence[_RoutedParam]) -> None:
+    """Find the matrices that choose among experts, and change their roles to "router". Stacks that were recognized
+    solely by their shape, and that a router confirms as experts, get the role "matrices".
 
     A router has one row per expert and the same input width as the experts. It is a sibling of the experts or of a
     module that contains the experts. Experts are a stack (E, M, N), or a list of E modules that contain only linear
     layers (unlike a list of transformer blocks, which also have norms).
 
-    Returns:
-        A dict from the name of each confirmed stack of experts to the reason. It contains only stacks that were
-        recognized solely by their shape. The stacks of a module are confirmed together: in the first stack in which a
-        matrix dim equals the router's input width, this dim must be the last one, which indexes inputs.
+    The stacks of a module are confirmed together: in the first stack in which a matrix dim equals the router's input
+    width, this dim must be the last one, which indexes inputs.
     """
-    stacks: dict[nn.Module, list[_RoutedParam]] = {}
-    for w in weights:
-        if w.role.use_muon and w.role.view.get("view") == "stack":
-            for place in w.places:
-                stacks.setdefault(place.module, []).append(w)
-    found: dict[str, str] = {}
+    stacks = [w for w in weights if w.role.use_muon and w.role.view.get("view") == "stack"]
     for w in weights:
         if len(w.shape) != 2 or w.shape[0] < 2 or w.role.kind not in ("linear", "bare", "router"):
             continue
         num, width = w.shape
+        held = [(place.module, stack) for stack in stacks if stack.shape[0] == num for place in stack.places]
         for module in _beside(w):
-            experts = [stack for stack in stacks.get(module, ()) if stack.shape[0] == num]
+            experts = [stack for holder, stack in held if holder is module]
             first = next((stack for stack in experts if width in stack.shape[1:]), None)
             if w.role.kind != "router" and (first is not None or _is_list_of(module, w.shape)):
                 w.role = Role("router", f"router: its rows choose among {num} experts", reads=w.shape[1:])
             if first is not None and first.shape[2] == width:
-                reason = f"stack of {num} experts, chosen by {w.name}"
-                found |= {stack.name: reason for stack in experts if stack.role.kind == "stack"}
-    return found
+                for stack in (stack for stack in experts if stack.role.kind == "stack"):
+                    reason = f"stack of {num} experts, chosen by {w.name}"
+                    stack.role = replace(stack.role, kind="matrices", reason=reason)
 
 
 def _beside(weight: _RoutedParam) -> Iterator[nn.Module]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -86,11 +86,17 @@ class Place(NamedTuple):
         return [(self.name.removesuffix(f".{below}"), module) for below, module in self.owners[-2::-1]]
 
 
-class Placed(NamedTuple):
+@dataclass(eq=False)
+class Placed:
     """A parameter, and all places where the parameter occurs in a model, in model order."""
 
     param: Tensor
     places: tuple[Place, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter at its first place."""
+        return self.places[0].name
 
     @classmethod
     def all_in(cls, model: nn.Module) -> list[Placed]:
@@ -117,23 +123,24 @@ class Placed(NamedTuple):
             found.setdefault(id(param), (param, []))[1].append(Place(order, name, leaf, owners))
         return [cls(param, tuple(places)) for param, places in found.values()]
 
-    def shape(self, options: Mapping[str, Any]) -> tuple[Ints, str]:
-        """Return the global shape of the parameter, and an error message if the shape is unknown (otherwise "").
-        `options` contains the group options that describe how plain tensors are sharded, such as `tp_group`. All shards
-        of a plain tensor are assumed to have the same size.
+    def shape_and_role(self, options: Mapping[str, Any]) -> tuple[Ints, Role]:
+        """Return the global shape of the parameter, and the parameter's role, whose kind is "unknown" if the shape is
+        unknown. `options` contains the group options that describe how plain tensors are sharded, such as `tp_group`.
+        All shards of a plain tensor are assumed to have the same size.
         """
         param, module = self.param, self.places[0].module
         if is_lazy(param):
-            return (), "is not initialized yet. Run one forward pass, then build the groups"
+            return (), Role("unknown", "is not initialized yet. Run one forward pass, then build the groups")
         try:
             engine = engine_for(param, options)
             shape = engine.shape(param)
         except ValueError as wrong:
-            return tuple(param.shape), f"has an unknown shape: {wrong}"
+            return tuple(param.shape), Role("unknown", f"has an unknown shape: {wrong}")
         if 0 in shape:
-            return shape, (
+            return shape, Role(
+                "unknown",
                 f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
-                "shape is unknown. Build the groups before wrapping the model"
+                "shape is unknown. Build the groups before wrapping the model",
             )
         # The parameters of a Megatron layer are not sharded if, for example, its `output_size` equals its
         # `output_size_per_partition`.
@@ -142,14 +149,18 @@ class Placed(NamedTuple):
             getattr(module, key.removesuffix("_per_partition"), None) == size for key, size in parts
         )
         if type(engine) is Engine and getattr(param, "tensor_model_parallel", False) and not is_whole:
-            return shape, (
+            return shape, Role(
+                "unknown",
                 f"has tensor_model_parallel=True, so {shape} is the shape of one rank's shard and the logical shape is "
                 "unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group (of DeepSpeed's "
-                "AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group())"
+                "AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group())",
             )
-        return shape, ""
+        # Megatron sets the attribute `is_embedding_or_output_parameter` on the weights of embeddings and output layers.
+        if getattr(param, "is_embedding_or_output_parameter", False):
+            return shape, Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
+        return shape, self._role(shape)
 
-    def role(self, shape: Ints) -> Role:
+    def _role(self, shape: Ints) -> Role:
         """Determine the role of the parameter, whose global shape is `shape`, from all modules that contain it. The
         order of these modules does not affect which optimizer gets the parameter."""
         places, roles = self.places, [_role_at(place, shape) for place in self.places]
