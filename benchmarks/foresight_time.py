@@ -111,7 +111,7 @@ def compare(run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: An
                     "error": predicted.step.mid / quartile - 1.0,
                     "inside": predicted.step.lo <= quartile <= predicted.step.hi,
                     "reason": predicted.reason,
-                    "how": sorted({item.how for item in found[0][1].items}),
+                    "how": sorted({str(item.choice) for item in found[0][1].items}),
                 }
             )
             error = rows[-1]["error"]

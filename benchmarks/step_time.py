@@ -242,7 +242,7 @@ def build(contender: Contender, d: int, layers: int) -> Any:
 def how(optimizer: Any) -> str:
     """The method that "auto" or the rule took, of ours."""
     plan = getattr(optimizer, "plan", None)
-    return "" if plan is None else ", ".join(sorted({item.how for item in plan.items}))
+    return "" if plan is None else ", ".join(sorted({str(item.choice) for item in plan.items}))
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, float]:

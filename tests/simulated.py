@@ -20,6 +20,7 @@ from shardmuon import Muon
 from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.options import MuonConfig, Settings
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan import planner
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
@@ -158,7 +159,7 @@ def spec(
     return Spec(
         name,
         layout,
-        ("standard float32",) * len(matrices),
+        (Choice("standard", torch.float32),) * len(matrices),
         tuple(4 * min(m.rows, m.cols) ** 2 * max(m.rows, m.cols) for m in matrices),
         itemsizes=(itemsize,) * len(matrices),
         kept=tuple(Kept(ParamLayout.replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else (),

@@ -222,11 +222,11 @@ def test_a_live_plan_has_a_price_and_says_from_which_share_of_the_work_the_gram_
     assert found.rank == 0 and 0.0 < found.step.lo < found.step.mid < found.step.hi
     assert {event.phase for event in found.timeline} == {"begin", "fill", "orthogonalize", "apply"}
     for item in made.items:
-        reason = made.specs[item.param].reasons[item.matrix]
+        reason = item.choice.reason
         said = re.search(r"has ([\d.]+)x of the work \(taken below ([\d.]+)x\)", reason)
         assert said is not None, reason
-        assert (float(said[1]) < float(said[2])) == item.how.startswith("gram"), item
-    assert {item.how.split()[0] for item in made.items} == {"gram", "standard"}
+        assert (float(said[1]) < float(said[2])) == (item.choice.method == "gram"), item
+    assert {item.choice.method for item in made.items} == {"gram", "standard"}
 
 
 def test_memory_says_in_words_whether_it_fits(report: Report) -> None:

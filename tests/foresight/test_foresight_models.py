@@ -112,7 +112,7 @@ def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
     348 small ones. The batches in which a bucket's matrices are orthogonalized must take at most 1/32 as much memory as
     the rank's momentum."""
     for c in Exact.of_job("deepseek-v3", "shard=64 ep=8").classes:
-        local = [bucket for bucket in c.buckets if bucket.route == "local"]
+        local = [bucket for bucket in c.buckets if not bucket.exchange]
         assert len(local) <= 17 and not any(side.bytes for bucket in local for side in bucket.sent)
         assert 0.95 * 58 * 4 * 3 <= sum(m.num for bucket in local for m in bucket.matrices) <= 58 * 4 * 3
         for bucket in local:

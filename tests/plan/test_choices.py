@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from shardmuon import Muon
 from shardmuon.foresight import Hardware, Price, plan
 from shardmuon.layout.views import matrix_view
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import _cheapest, _lines, _narrowed, _prices, _shares_of, make_plan
 from shardmuon.price.machines import MACHINES, Machine
@@ -26,6 +27,7 @@ from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
+BF16 = (Choice("standard", torch.bfloat16),)
 # Each row gives an upper limit and the current value of a job's estimated optimizer step time on H100s. The times
 # exclude AdamW and are percentages of the time of a training step on 4 M tokens.
 TABLE = {
@@ -69,7 +71,7 @@ def _job(seed: int) -> tuple[list[Spec], int]:
     grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
     shapes = [(d, d), (d, d), (d // 4, d), (4 * d, d), (d, 4 * d)]
     kinds = [spec(str(shape), sharded(matrix_view(shape), grid, 0), itemsize=2) for shape in shapes]
-    kinds = [one._replace(hows=("standard bfloat16",)) for one in kinds]
+    kinds = [one._replace(choices=BF16) for one in kinds]
     return [one._replace(name=f"{i}.{n}") for i in range(layers) for n, one in enumerate(kinds)], shards
 
 
@@ -173,9 +175,7 @@ def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: i
     and the constant costs of a step. For a plan in which all matrices are communicated, this estimate must be close to
     the interval that `Price` reports."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
-    specs = [
-        spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)
-    ]
+    specs = [spec(str(i), layout, itemsize=2)._replace(choices=BF16) for i, layout in enumerate(layouts * 8)]
     made = make_plan(specs, Policy(machine=MACHINES[name]))
     assert f"buckets by price ({name}), of " in str(made)
     step = Price.of_plan(made, name).step

@@ -36,7 +36,7 @@ def check(plan: Plan) -> None:
             own, foreign, idle = (_numel(side) for side in (program.own, program.gather.tiles, late))
             assert one.number == (plan.buckets.index(bucket) if bucket.exchange else -1)
             assert (one.held, one.foreign, one.idle) == (own + foreign + idle, foreign, idle)
-            owned = [(i.rows, i.cols, i.how) for i in (plan.items[n] for n in bucket.items) if rank in i.owners]
+            owned = [(i.rows, i.cols, str(i.choice)) for i in (plan.items[n] for n in bucket.items) if rank in i.owners]
             assert sorted(m[:3] for m in one.matrices for _ in range(m.num)) == sorted(owned)
             if bucket.exchange:
                 gather, scatter, relay = program.gather, program.scatter, program.relay

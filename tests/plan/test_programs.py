@@ -206,7 +206,7 @@ def test_a_digest_tells_owners_and_exchanges_and_what_becomes_of_local_matrices(
     number, item = {
         "owner": (0, plan.items[0]._replace(owners=(3,))),
         "owners of local": (8, plan.items[8]._replace(owners=(0, 2))),
-        "how of local": (8, plan.items[8]._replace(how="gram float32")),
+        "how of local": (8, plan.items[8]._replace(choice="gram float32")),
     }.get(change, (0, plan.items[0]))
     items = (*plan.items[:number], item, *plan.items[number + 1 :])
     other = dataclasses.replace(plan, items=items, buckets=(local, *buckets.get(change, (a, b))))

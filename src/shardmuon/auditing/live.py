@@ -44,7 +44,6 @@ from shardmuon.layout.pieces import Box, Held, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, row_major
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import Settings
-from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Item
 from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.validate import Proposal
@@ -283,7 +282,7 @@ class StepAudit:
     def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:
         """Determine the arithmetic of a matrix's step from the plan and from the current options of the parameter's
         group."""
-        param, choice, device = one.param, Choice.of(item.how), self._binding.ns_device
+        param, choice, device = one.param, item.choice, self._binding.ns_device
         spec = self._binding.plan.specs[item.param]
         gradient, how = self._proposal.grads[item.param], self._proposal.rounding.get(item.param)
         stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype

@@ -88,7 +88,7 @@ class BucketCount:
     Attributes:
         number: Index of the bucket in the plan, which is the same on all ranks that exchange the bucket's matrices; -1
             if nothing is exchanged.
-        route: Way in which the bucket's matrices reach the ranks that orthogonalize them (see `plan.plan.Bucket`).
+        exchange: True if the bucket's matrices are exchanged between ranks (see `plan.plan.Bucket`).
         num_ranks: Number of ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
         num_nodes: Number of nodes to which these ranks belong.
         itemsize: Number of bytes per element in the batches and in the exchanged data.
@@ -108,7 +108,7 @@ class BucketCount:
     """
 
     number: int
-    route: str
+    exchange: bool
     num_ranks: int
     num_nodes: int
     itemsize: int
@@ -204,7 +204,7 @@ def _counts(
     owned, batches = defaultdict[int, Counter[tuple[Any, ...]]](Counter), Counter[int]()
     for item in items:
         for rank in item.owners:
-            owned[rank][item.rows, item.cols, item.how, item.cost] += 1
+            owned[rank][item.rows, item.cols, str(item.choice), item.cost] += 1
             batches[rank] += bucket.itemsize * aligned(item.numel, bucket.itemsize)
     at, numel, owner, source = map(np.concatenate, zip(*map(ways, items), strict=True))
     own = np.equal(at, owner) if bucket.exchange else np.ones(len(at), bool)
@@ -237,7 +237,7 @@ def _counts(
         sent, received = (_Sides._make(side[way][n] for side in sides) for way in (0, 1))
         yield BucketCount(
             number=number if bucket.exchange else -1,
-            route=bucket.route,
+            exchange=bucket.exchange,
             num_ranks=len(exchanging),
             num_nodes=num_nodes,
             itemsize=bucket.itemsize,

@@ -34,7 +34,6 @@ import torch
 from numpy.typing import NDArray
 
 from shardmuon.orthogonalize import batch_size
-from shardmuon.orthogonalize.choice import Choice
 
 # Bytes that each pass over memory reads and writes per fp32 element. Buffers that are sent or received are not counted,
 # because they have the dtype of the exchange. A pass is a sequence of foreach kernels, which run on lists of tensors. G
@@ -272,12 +271,11 @@ class Rates:
         """
         if not flops or not count:
             return np.zeros(3)
-        choice, short, device = Choice.of(how), min(rows, cols), torch.device(self.hardware.device)
-        dtype = str(choice.dtype).removeprefix("torch.")
+        (method, dtype), short, device = how.split(), min(rows, cols), torch.device(self.hardware.device)
         peak, aspect = self.of(f"peak {dtype}"), max(rows, cols) / short
         name = self.hardware.efficiency(how, dtype)
         table = self.hardware[name]
-        size = batch_size(rows, cols, device) if choice.method in ("standard", "gram") else 1
+        size = batch_size(rows, cols, device) if method in ("standard", "gram") else 1
         alone, outside = table.at(short, aspect)
         # A batch with more work than the table's largest matrix gets the largest matrix's efficiency. This lookup is
         # not recorded as an extrapolation, because only single matrices larger than those in the table are reported.
@@ -285,7 +283,7 @@ class Rates:
         self._note(name, table, f"{rows}x{cols}" if outside else "")
         share = np.array([max(alone[2], filled[2]), math.sqrt(alone[1] * filled[1]), min(alone[0], filled[0])])
         num_batches = -(-count // size)
-        launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
+        launches = _LAUNCHES.get(method, _OTHER_LAUNCHES) * num_batches
         return np.maximum(num_batches * size * flops / (share * peak), launches * self.of("launch"))
 
     def exchange(

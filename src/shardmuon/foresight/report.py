@@ -286,8 +286,7 @@ class _Pricer:
         hops = math.log2(max(2, exact.world)) * votes if exact.world > 1 else 0.0
         self._first = {"host": rates.of("host_step"), "latency": rates.of("agreement") * hops}
         self._phases = [
-            (None if bucket.route == "local" else group, self._phases_of(bucket, fragments[group]))
-            for group, bucket in held
+            (group if bucket.exchange else None, self._phases_of(bucket, fragments[group])) for group, bucket in held
         ]
         slowest: dict[tuple[_Key | None, str], _Seconds] = {}  # The slowest rank determines how long an exchange takes.
         for key, phases in self._phases:
@@ -395,7 +394,7 @@ class _Pricer:
 
 
 def _group(stage: int, bucket: BucketCount) -> _Key:
-    return (stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.itemsize)
+    return (stage, bucket.exchange, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.itemsize)
 
 
 def _fragments_of(exact: Exact) -> dict[_Key, int]:

@@ -28,20 +28,13 @@ class Choice:
     Attributes:
         method: "standard", "gram" or "torch".
         dtype: Dtype of the matrix products.
-        reason: Reason for the choice, which the printed plan shows.
+        reason: Reason for the choice, which the printed plan shows. A reason can name capabilities of one rank's
+            machine, so it is no part of the `repr`, by which ranks compare their plans.
     """
 
     method: str
     dtype: torch.dtype
-    reason: str = field(default="", compare=False)
-
-    @classmethod
-    def of(cls, text: str) -> Choice:
-        """Parse the output of `str(choice)`, which does not contain the reason, so the parsed choice has an empty
-        reason.
-        """
-        method, dtype = text.split()
-        return cls(method, getattr(torch, dtype))
+    reason: str = field(default="", compare=False, repr=False)
 
     @classmethod
     def made(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
@@ -37,27 +37,24 @@ class Spec(NamedTuple):
     Attributes:
         name: Name of the parameter in messages and tables.
         layout: Layout of the parameter, which describes the pieces that each rank stores.
-        hows: For each matrix, a text that describes how the matrix is orthogonalized. Only matrices with equal texts
-            can be in the same batch.
+        choices: For each matrix, the `orthogonalize.choice.Choice` of its method and dtype. Only matrices with equal
+            choices can be in the same batch.
         costs: Floating point operations to orthogonalize each matrix.
         itemsizes: For each matrix, the number of bytes per element when the matrix is sent.
         batch: Text that lists the Newton-Schulz coefficients and the stages of the Muon variant. Only parameters with
             equal texts can have matrices in the same batch.
         kind: Type of the parameter's device, which is the same for all parameters of a bucket.
         kept: State tensors with values per matrix, one for each variant stage that has such state.
-        reasons: For each matrix, the reason why its method was chosen, for printed plans. If empty, no reasons are
-            printed. A reason can name capabilities of one rank's machine, so ranks do not compare reasons.
     """
 
     name: str
     layout: ParamLayout
-    hows: tuple[str, ...]
+    choices: tuple[Any, ...]
     costs: tuple[int, ...]
     itemsizes: tuple[int, ...]
     batch: str = ""
     kind: str = "cpu"
     kept: tuple[Kept, ...] = ()
-    reasons: tuple[str, ...] = ()
 
 
 class Policy(NamedTuple):
@@ -89,7 +86,7 @@ class Item(NamedTuple):
         owners: A single rank, or one rank per replica in the order of `ParamLayout.replicas`.
         route: "local" if no element of the matrix is sent; "owner" if the matrix is gathered on its owner and the
             result is scattered.
-        how: Text that describes how the matrix is orthogonalized.
+        choice: `orthogonalize.choice.Choice` of the method and dtype for the matrix.
         cost: Floating point operations to orthogonalize the matrix.
     """
 
@@ -99,7 +96,7 @@ class Item(NamedTuple):
     cols: int
     owners: Ranks
     route: Literal["local", "owner"]
-    how: str
+    choice: Any
     cost: int
 
     @property
@@ -124,8 +121,8 @@ class Bucket(NamedTuple):
 
     Attributes:
         ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
-        route, num_owners: `Item.route` ("local" or "owner") and number of owners of each item; both are equal for all
-            items of the bucket.
+        exchange: True if the bucket's matrices are exchanged between ranks, False if their `Item.route` is "local".
+        num_owners: Number of owners of each item, which is equal for all items of the bucket.
         kind: Type of the device on which the parameters are, such as "cuda".
         itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the bucket's matrices in the plan's items.
@@ -134,17 +131,12 @@ class Bucket(NamedTuple):
     """
 
     ranks: Ranks
-    route: Literal["local", "owner"]
+    exchange: bool
     num_owners: int
     kind: str
     itemsize: int
     items: tuple[int, ...] = ()
     gathers: bool = False
-
-    @property
-    def exchange(self) -> bool:
-        """True if ranks exchange the matrices of the bucket."""
-        return self.route != "local"
 
 
 @dataclass(frozen=True)
@@ -174,22 +166,23 @@ class Plan:
         all ranks of the set."""
         found = {}
         for ranks in dict.fromkeys(spec.layout.ranks for spec in self.specs):
-            params = [n for n, spec in enumerate(self.specs) if spec.layout.ranks == ranks]
             specs = [
                 (spec.layout.digest, *spec[2:7], [(kept.layout.digest, kept.travels) for kept in spec.kept])
-                for spec in map(self.specs.__getitem__, params)
+                for spec in self.specs
+                if spec.layout.ranks == ranks
             ]
-            place = {param: at for at, param in enumerate(params)}
-            items = {n: (place[i.param], *i[1:]) for n, i in enumerate(self.items) if i.param in place}
+            # Indices of matrices and parameters differ between ranks, because a rank's plan can contain parameters that
+            # the rank shares with ranks outside this set.
+            numbers = [n for n, item in enumerate(self.items) if self.specs[item.param].layout.ranks == ranks]
+            place = {number: at for at, number in enumerate(numbers)}
+            # The digest leaves out local buckets (matrices that are not exchanged), because these buckets depend on
+            # parameters that the owner (the rank that orthogonalizes the matrices) shares with ranks outside this set.
             moving = [
-                (*bucket[1:5], bucket.gathers, [items[n] for n in bucket.items])
+                (*bucket[1:5], bucket.gathers, [place[n] for n in bucket.items])
                 for bucket in self.buckets
                 if bucket.exchange and bucket.ranks == ranks
             ]
-            # The digest leaves out local buckets (matrices that are not exchanged), because these buckets depend on
-            # parameters that the owner (the rank that orthogonalizes the matrices) shares with ranks outside this set.
-            local = [item for n, item in items.items() if self.items[n].route == "local"]
-            found[ranks] = digest_of([specs, moving, local])
+            found[ranks] = digest_of([specs, [self.items[n][1:] for n in numbers], moving])
         return found
 
     def loads(self) -> dict[int, int]:
@@ -202,8 +195,7 @@ class Plan:
         return loads
 
     def __str__(self) -> str:
-        whys = ((i, self.specs[i.param].reasons) for i in self.items)
-        reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {why[i.matrix]}" for i, why in whys if why)
+        reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.choice}, {i.choice.reason}" for i in self.items)
         lines, loads = [_rows(self), *reasons], self.loads().values()
         if any(loads):
             mean = sum(loads) / len(loads)
@@ -223,5 +215,5 @@ def _rows(plan: Plan) -> str:
             spec = plan.specs[item.param]
             name = spec.name if len(spec.layout.view.matrices) == 1 else f"{spec.name}[{item.matrix}]"
             owners, held = ",".join(map(str, item.owners)), f"ranks {ranks_text(tuple(spec.layout.tiles[item.matrix]))}"
-            rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), item.how, held))
+            rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), str(item.choice), held))
     return table(rows)

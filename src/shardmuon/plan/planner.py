@@ -112,7 +112,7 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
     # of experts is sharded, only some ranks store this state.
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
-    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix])
+    return Item(param, matrix, rows, cols, able, "owner", spec.choices[matrix], spec.costs[matrix])
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
@@ -171,12 +171,9 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Mac
     """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all of its matrices itself.
     Owners are chosen in the first replica. In every other replica, the rank that stores the same piece as the chosen
     rank becomes an owner. Return a dict from each item's key to the item. If the layouts of the matrices divide the
-    ranks into replicas in different ways, the dict contains only the matrices with the division that accounts for the
-    most work."""
-    work = Counter[tuple[Ranks, ...]]()
-    for item in drafts:
-        work[specs[item.param].layout.replicas] += item.cost
-    replicas = max(work, key=lambda of: (work[of], of), default=())
+    ranks into replicas in different ways, the dict contains only the matrices with the most frequent division."""
+    divisions = Counter(specs[item.param].layout.replicas for item in drafts)
+    replicas = max(divisions, key=divisions.__getitem__, default=())
     if len(replicas) < 2:
         return {}
     first = set(replicas[0])
@@ -219,11 +216,10 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
     buckets, because ranks with local buckets would then start their exchanges in a different order than ranks without
     local buckets.
     """
-    before, behind = list[tuple[Bucket, list[_Share]]](), list[tuple[Bucket, list[_Share]]]()
-    for alike, share in sorted(_together(specs, (item for item in items if item.route == "local")).items()):
-        shares = _local(alike, share, policy)
-        before.append((alike, shares[: (len(shares) + 1) // 2]))
-        behind.append((alike, shares[(len(shares) + 1) // 2 :]))
+    alone = sorted(_together(specs, (item for item in items if item.route == "local")).items())
+    local = [(alike, _local(alike, share, policy)) for alike, share in alone]
+    before = [(alike, shares[: (len(shares) + 1) // 2]) for alike, shares in local]
+    behind = [(alike, shares[(len(shares) + 1) // 2 :]) for alike, shares in local]
     between = sorted(chain.from_iterable(way.moving.items() for way in ways))
     number = {item.key: n for n, item in enumerate(items)}
     return [
@@ -242,8 +238,9 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
-        ranks = item.owners if item.route == "local" else spec.layout.ranks
-        alike = Bucket(ranks, item.route, len(item.owners), spec.kind, spec.itemsizes[item.matrix])
+        exchange = item.route != "local"
+        ranks = spec.layout.ranks if exchange else item.owners
+        alike = Bucket(ranks, exchange, len(item.owners), spec.kind, spec.itemsizes[item.matrix])
         found.setdefault(alike, []).append(item)
     return found
 
@@ -294,14 +291,11 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: 
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
     tails = _TAILS if any(prices[item.key].spread.replicas > 1 for item in items) else (1,)
-    lines, known = _lines(items), 0
-    for least in _NUMS:
-        waves = _shares_of(lines, most, least)[::-1]
-        if len(waves) > known:
-            yield from (_narrowed(waves, tail, prices) for tail in tails)
-        known = len(waves)
-        if known == max(map(len, lines)):
-            break
+    lines = _lines(items)
+    # Of divisions with equal numbers of waves, the one with the smallest minimum is used.
+    tried = (_shares_of(lines, most, least)[::-1] for least in reversed(_NUMS))
+    for waves in {len(waves): waves for waves in tried}.values():
+        yield from (_narrowed(waves, tail, prices) for tail in tails)
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
@@ -374,7 +368,7 @@ def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> d
     for item in items:
         layout, owner = specs[item.param].layout, item.owners[0]
         spread = spreads[layout]._replace(replicas=1, near=1) if len(item.owners) > 1 else spreads[layout]
-        batch = _products_of(min(item.rows, item.cols), item.how, item.cost, machine)
+        batch = _products_of(item, machine)
         found[item.key] = _Priced(owner, layout.replica_of[owner], item.numel, *batch, spread)
     return found
 
@@ -426,12 +420,11 @@ class _Priced(NamedTuple):
     spread: _Spread
 
 
-def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int, int]:
-    """Estimate the batch size for matrices whose shorter side is `short`, and the time to orthogonalize a batch, in
-    nanoseconds. `how` is a text that names the compute dtype, and `flops` is the number of floating point operations
-    for one matrix."""
-    words = how.split()
-    rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
+def _products_of(item: Item, machine: Machine) -> tuple[int, int]:
+    """Estimate the batch size for matrices like the given one, and the time to orthogonalize a batch, in
+    nanoseconds."""
+    short = min(item.rows, item.cols)
+    rate = {2: machine.half, 4: machine.single, 8: machine.double}[item.choice.dtype.itemsize]
     # The batch size is limited so that the Gram matrices of a batch have at most 3 * 2**20 elements (see
     # `orthogonalize.batch_size`).
     size = 1 if not machine.launch else min(max((3 << 20) // short**2, 1), 64)
@@ -441,7 +434,7 @@ def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[in
     # the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
     # a batch takes at least as long as the 30 kernel launches of five Newton-Schulz steps
-    return size, max(size * flops * 1000 // (rate * share), 30 * machine.launch)
+    return size, max(size * item.cost * 1000 // (rate * share), 30 * machine.launch)
 
 
 class _Timed(NamedTuple):

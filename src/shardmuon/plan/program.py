@@ -198,7 +198,7 @@ def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
     """Return the sort key of one of the matrices that are exchanged together (a bucket). Matrices that can be
     orthogonalized in one batch have keys that differ only in the last entry, the index of the matrix."""
     item = plan.items[number]
-    return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
+    return item.rows, item.cols, str(item.choice), plan.specs[item.param].batch, number
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Batch], dict[tuple[int, int], int], int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -282,19 +282,16 @@ def make_spec(
         kept_of: Function that takes a post-processing stage of the parameter's Muon variant and returns the layout of
             the stage's state tensor.
     """
-    made: dict[tuple[int, int], tuple[Any, ...]] = {}
+    at, steps = ns_device or device, settings.coefficients
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]
-    for shape in dict.fromkeys(shapes):
-        choice = Choice.made(config.method, config.ns_dtype, shape, settings.coefficients, ns_device or device)
-        cost = flops(choice.method, *shape, settings.coefficients, choice.dtype, ns_device or device)
-        # Number of bytes that each matrix element takes when the matrix is sent to other ranks. The number is 8 for
-        # fp64 parameters, because their gradients can exceed the range of fp32.
-        size = 8 if doubles or config.ns_dtype == torch.float64 else choice.dtype.itemsize
-        made[shape] = str(choice), cost, size, choice.reason
-    columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
-    hows, costs, sizes, reasons = columns
+    made = {shape: Choice.made(config.method, config.ns_dtype, shape, steps, at) for shape in dict.fromkeys(shapes)}
+    work = {shape: flops(choice.method, *shape, steps, choice.dtype, at) for shape, choice in made.items()}
+    choices = tuple(made[shape] for shape in shapes)
+    # Number of bytes that each matrix element takes when the matrix is sent to other ranks. The number is 8 for fp64
+    # parameters, because their gradients can exceed the range of fp32.
+    sizes = tuple(8 if doubles or config.ns_dtype == torch.float64 else choice.dtype.itemsize for choice in choices)
     kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(settings.stages))
-    return Spec(name, layout, hows, costs, sizes, settings.batch, device.type, kept, reasons)
+    return Spec(name, layout, choices, tuple(work[shape] for shape in shapes), sizes, settings.batch, device.type, kept)
 
 
 def fingerprint(storage: Tensor) -> int:

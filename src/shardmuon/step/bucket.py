@@ -48,7 +48,6 @@ class Bound:
     Attributes:
         dtype: Dtype of the exchange buffers and of the batches of matrices that are orthogonalized together.
         num_owned: Number of matrices that this rank orthogonalizes.
-        moves: True if the bucket needs an exchange with other ranks.
         choices: For each batch, the method that orthogonalizes its matrices.
         like_torch: True if weights are updated by torch.optim.Muon's own operations (see `apply_results`).
         own: Tiles of the matrices that this rank orthogonalizes.
@@ -73,9 +72,8 @@ class Bound:
     ) -> None:
         self.plan, self.program, self.device, self.ns_device = plan, program, device, ns_device
         self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], sum(len(batch.items) for batch in program.batches)
-        self.moves = program.bucket.exchange
-        self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
-        self.like_torch = Choice.of(plan.items[program.bucket.items[0]].how).method == "torch"
+        self.choices: list[Choice] = [plan.items[batch.items[0]].choice for batch in program.batches]
+        self.like_torch = plan.items[program.bucket.items[0]].choice.method == "torch"
         scatter, relay = program.scatter, program.relay or Wire((), (), (), ())
         views = [spec.layout.view for spec in plan.specs]
         self.own, self.gathered, self.scattered, self.late, self.held = (
@@ -188,7 +186,7 @@ class Buckets:
         for bucket, home in buckets:
             device = wire_device(home, bucket.ranks if bucket.exchange else (rank,), ns_device)
             self.bounds.append(Bound(plan, Program.of(plan, bucket, rank, missing), shapes, device, ns_device))
-        self.moves = any(bound.moves for bound in self.bounds)
+        self.moves = any(bucket.exchange for bucket, _ in buckets)
         relays = [bound.program.relay is not None for bound in self.bounds]
         self.order = list(turns(relays, [bucket.ranks for bucket, _ in buckets]))
 
@@ -209,7 +207,7 @@ class Buckets:
             bound = self.bounds[i]
             try:
                 if turn == "begin":
-                    group = group_for(bound.program.bucket.ranks) if bound.moves else None
+                    group = group_for(bound.program.bucket.ranks) if bound.program.bucket.exchange else None
                     runs[i] = bound.run(work, watch, partial(traffic.start, group))
                     traffic.orthogonalized += bound.num_owned
                 # When a bucket's generator has finished, `next` returns the default None instead of raising
