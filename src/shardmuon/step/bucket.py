@@ -10,6 +10,7 @@ simulated ranks execute the same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -99,10 +100,6 @@ class Bound:
         named = listed([f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items])
         return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
-    def buffer(self, splits: Sequence[int]) -> Tensor:
-        """Allocate an uninitialized 1-D send buffer. `splits` contains the number of elements to send to each rank."""
-        return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
-
     def run(
         self,
         work: Work,
@@ -122,12 +119,12 @@ class Bound:
         # Exchanges in progress. An exchange is removed from the list before the wait, so that its send buffer can be
         # freed.
         pending: list[Pending] = []
+        batches = torch.empty(program.batch_numel, dtype=self.dtype, device=self.ns_device or self.device)
         if gathers:
-            send = self.buffer(gather.sent)
+            send = batches.new_empty(sum(gather.sent), device=self.device)
             self.gathered.update_momentum(work, self.gathered.on(send))
             pending.append(exchange(send, gather.sent, gather.came))
             del send
-        batches = torch.empty(program.batch_numel, dtype=self.dtype, device=self.ns_device or self.device)
         own = self.own.on(batches)
         self.own.update_momentum(work, own)
         self.late.update_momentum(work, None)
@@ -205,9 +202,9 @@ class Buckets:
                 the operation.
         """
         runs: dict[int, Iterator[None]] = {}
-        for turn, i in self.order:
-            bound = self.bounds[i]
-            try:
+        with ExchangeError.naming(lambda: f"{bound}, {turn}") if self.moves else nullcontext():
+            for turn, i in self.order:
+                bound = self.bounds[i]
                 if turn == "begin":
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
                     runs[i] = bound.run(work, watch, partial(traffic.start, group))
@@ -215,12 +212,6 @@ class Buckets:
                 # When a bucket's generator has finished, `next` returns the default None instead of raising
                 # StopIteration.
                 next(runs[i], None)
-            except ExchangeError:
-                raise
-            except Exception as error:
-                if not self.moves:
-                    raise
-                raise ExchangeError.of(error, f"{bound}, {turn}") from error
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
@@ -245,7 +236,7 @@ def _results(
     """Make this rank's 1-D send buffer for the scatter (the exchange that returns results) or the relay (which sends
     the results to ranks with additional replicas). The buffer contains orthogonalized matrices and the state of the
     Muon variant's post-processing stages."""
-    send = bound.buffer(wire.sent)
+    send = batches.new_empty(sum(wire.sent), device=bound.device)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
         _copy(wire.passed, came, send)
@@ -335,9 +326,5 @@ def _run_after(stages: Stages, stored: Sequence[list[Tensor]], out: Tensor, dtyp
     if not after:
         return out
     out = out.to(torch.promote_types(out.dtype, dtype))
-    here = [rows if rows[0].device == out.device else torch.stack(rows).to(out.device).unbind(0) for rows in stored]
-    scaled_(after, out, {stage.key: rows for stage, rows in zip(keeping(stages), here, strict=True)})
-    for rows, copies in zip(stored, here, strict=True):
-        if copies is not rows:
-            foreach_copy_(rows, copies)
+    scaled_(after, out, {stage.key: rows for stage, rows in zip(keeping(stages), stored, strict=True)})
     return out
