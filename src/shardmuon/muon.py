@@ -378,7 +378,10 @@ class StepCall(TableCall[Binding]):
         sets = made.weight_sets(made.on_weights)
         needed = in_order([*(one.ranks for one in made.buckets if one.exchange), *(one.ranks for one in sets)])
         self._groups = {ranks: refs[ranks].live() if ranks in refs else None for ranks in needed}
-        return made, (made.num_lacking, {ranks: refs[ranks].group_name for ranks in needed if ranks in refs})
+        return made, (
+            {ranks: len(numbers) for ranks, numbers in made.lacking.items() if numbers},
+            {ranks: refs[ranks].group_name for ranks in needed if ranks in refs},
+        )
 
     def heard(self, kept: Binding, everyone: Sequence[_Told]) -> None:
         counts, names = zip(*everyone, strict=True)

@@ -6,7 +6,6 @@ made, both for optimizers and for the command `shardmuon plan`, which runs in a 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -81,7 +80,8 @@ class Binding(Agreed):
             For most parameters, the set contains all ranks that share the parameter. For a parameter in `lacking`, it
             contains only the ranks that store elements of the parameter.
         elsewhere: Parameters in `lacking` that this rank shares but of which it stores no elements.
-        lacking: Parameters whose gradient can be missing on ranks that store no elements of the parameter.
+        lacking: Dict from each set of ranks to the parameters that these ranks share and whose gradient can be missing
+            on ranks that store no elements of the parameter.
         bits: Dict from the index of each parameter in `lacking` to the bit that shows, in the vote before a step,
             whether any rank has the parameter's gradient.
         num_bits: Number of bits that all ranks that vote together need for their parameters in `lacking`.
@@ -117,8 +117,8 @@ class Binding(Agreed):
             tuple(rank for rank, pieces in layout.pieces.items() if pieces or not claim.empty_lacks_gradient)
             for claim, layout in zip(table.claims, table.layouts, strict=True)
         ]
-        self.lacking = frozenset(n for n, layout in enumerate(table.layouts) if alike_on[n] != layout.ranks)
-        self.elsewhere = frozenset(number for number in self.lacking if rank not in alike_on[number])
+        self.lacking = {of: [n for n in numbers if alike_on[n] != of] for of, numbers in table.sets.items()}
+        self.elsewhere = frozenset(n for numbers in self.lacking.values() for n in numbers if rank not in alike_on[n])
         self.alike, self.bits, self.num_bits = {ranks: list[int]() for ranks in table.sets}, dict[int, int](), 0
         for number in itertools.chain.from_iterable(table.sets.values()):
             if number not in self.elsewhere:
@@ -132,16 +132,10 @@ class Binding(Agreed):
             lambda numbers: WeightSet.of_rank(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)
         )
 
-    @property
-    def num_lacking(self) -> dict[Ranks, int]:
-        """Number of parameters whose gradient can be missing on some ranks (`lacking`), for each set of ranks that
-        share parameters."""
-        return Counter(ranks for ranks, numbers in self.table.sets.items() for n in numbers if n in self.lacking)
-
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
         """Assign a bit of the vote to each parameter whose gradient can be missing on some ranks (`lacking`). Bits are
-        unique among all ranks that vote together. `everyone` contains the `num_lacking` of each rank. Raise Refused if
-        a vote has too few bits for these parameters."""
+        unique among all ranks that vote together. `everyone` contains, for each rank, the number of these parameters in
+        each set of ranks. Raise Refused if a vote has too few bits for these parameters."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
             raise Refused(
@@ -149,8 +143,7 @@ class Binding(Agreed):
                 f"vote has room for {MOST_BITS}. Step them in several optimizers"
             )
         for ranks in in_order(counts):
-            mine = [n for n in self.table.sets.get(ranks, ()) if n in self.lacking]
-            self.bits.update((number, self.num_bits + at) for at, number in enumerate(mine))
+            self.bits.update((n, bit) for bit, n in enumerate(self.lacking.get(ranks, ()), self.num_bits))
             self.num_bits += counts[ranks]
 
 
