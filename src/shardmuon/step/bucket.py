@@ -16,11 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_
 from shardmuon.comm.groups import Pending, Traffic, group_for, wire_device
 from shardmuon.errors import ExchangeError, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import FiniteWatch, empty_batch, orthogonalize
+from shardmuon.orthogonalize import FiniteWatch, copied_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Bucket, Plan
 from shardmuon.plan.program import Copy, Load, Program, Wire
@@ -261,14 +260,15 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
-        unit, overwrite = False, True
+        unit, overwrite, after = False, True, tuple[AfterStage, ...]()
         if settings.stages:
             fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
+            after = tuple(stage for stage in settings.stages if isinstance(stage, AfterStage))
             # Stages after the orthogonalization need an input dtype that does not depend on the number of matrices,
             # which differs between layouts. With `overwrite`, `orthogonalize` returns the dtype of the matrix products
             # if it processes all matrices at once, and the dtype of its input otherwise. So the input is overwritten
             # only if both dtypes are equal or no such stage follows.
-            overwrite = fed.dtype == choice.dtype or not any(isinstance(stage, AfterStage) for stage in settings.stages)
+            overwrite = fed.dtype == choice.dtype or not after
         out = orthogonalize(
             fed,
             settings.coefficients,
@@ -278,8 +278,10 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
             overwrite=overwrite,
             unit=unit,
         )
-        if settings.stages:
-            out = _run_after(settings.stages, [side.of(work.kept) for side in sides], out, x.dtype)
+        if after:
+            out = out.to(torch.promote_types(out.dtype, x.dtype))
+            keepers = zip(keeping(settings.stages), sides, strict=True)
+            scaled_(after, out, {stage.key: side.of(work.kept) for stage, side in keepers})
         if out is not x:
             x.copy_(out)
         del fed, out  # free the memory of this batch's tensors before the next batch
@@ -301,30 +303,8 @@ def _run_before(
     """
     before = [stage for stage in stages if isinstance(stage, BeforeStage)]
     if before and x.dtype in (torch.bfloat16, torch.float16) and products != x.dtype:
-        given, x = x, empty_batch(x.shape, torch.float32, x.device)
-        foreach_copy_([x], [given])
+        x = copied_batch(x, torch.float32)
     for matrices in x.split(1) if x.device.type == "cpu" else (x,):
         for stage in before:
             stage.run_(matrices)
     return x, bool(before)
-
-
-def _run_after(stages: Stages, stored: Sequence[list[Tensor]], out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run the stages of the Muon variant that follow the orthogonalization (such as NorMuon's), and update their state.
-
-    Args:
-        stages: Stages of the batch's matrices.
-        stored: For each stage that has state (`keeping(stages)`), a list with the state tensor of each matrix. The
-            tensors can be on any device.
-        out: Results of the orthogonalization, (B, rows, cols); can be overwritten.
-        dtype: Dtype in which matrices are exchanged between ranks.
-
-    Returns:
-        The scaled results; `out` itself if there are no such stages.
-    """
-    after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
-    if not after:
-        return out
-    out = out.to(torch.promote_types(out.dtype, dtype))
-    scaled_(after, out, {stage.key: rows for stage, rows in zip(keeping(stages), stored, strict=True)})
-    return out
