@@ -79,8 +79,9 @@ class _Shared:
     """Pytest plugin that runs the tests of a session in several processes, so that two cores stay busy until the end.
 
     This process and a fork of it take test files from a shared queue, in which files that need ranks come first. A
-    second fork runs the framework tests, and a new process runs the numeric tests with the other matmul dtype. The logs
-    of these processes are printed before pytest's summary line, and a failure in any process fails the session.
+    second fork runs the framework tests, and a new process repeats the tests marked `numeric` with the matmul dtype
+    (bf16 or fp32) that this process does not use. The logs of these processes are printed before pytest's summary line,
+    and a failure in any process fails the session.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -114,8 +115,8 @@ class _Shared:
         return _run(session, queue)
 
     def _become_other(self, other: str, items: list[pytest.Item]) -> NoReturn:
-        """Replace this process with a new Python process that runs the tests with the other matmul dtype. A new process
-        is needed because the dtype is cached per process."""
+        """Replace this process with a new Python process that runs the tests with the matmul dtype `other` (bf16 or
+        fp32). A new process is needed because the dtype is cached per process."""
         args = self._config.args
         # If no argument names a single test, only the files that have numeric tests are passed to the new pytest
         # process, so that it does not import the other files.

@@ -297,8 +297,8 @@ class _Mirror:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
-        """Return the merged message of all ranks. The digests of all ranks are equal, so they cancel to 0 when
-        merged."""
+        """Return the merged message of all ranks. It has 0 in place of a digest, because equal digests cancel when they
+        are merged."""
         phase, flags, _, presence = message
         return phase, flags, 0, presence
 

@@ -257,7 +257,8 @@ class Stores:
                 self.scales.append({r: torch.zeros(shape, device=place) for r, shape in shapes.items()})
 
     def rounding(self, weights: Sequence[torch.dtype]) -> Callable[[int], Mapping[int, Rounding]]:
-        """Return a function that maps a rank to a dict from each parameter on that rank to its `Rounding`."""
+        """Return a function that maps a rank to a dict. The dict contains, for each parameter's index, the random bits
+        for stochastic rounding and the scales of 8-bit momentum."""
         drawn = [
             [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
             for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
@@ -284,11 +285,11 @@ def assert_like_the_formula(
     views: Mapping[str, Callable[[], MatrixView]],
     view_options: Mapping[str, Mapping[str, Any]],
     layout: str,  # layout of the simulated ranks
-    options: Sequence[Mapping[str, Any]],  # option dicts of the parameter groups, used in rotation
+    options: Sequence[Mapping[str, Any]],  # option dicts of parameter groups, which the parameters use in rotation
     # pairs (weight dtype, gradient dtype), which the parameters use in rotation
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     *,
-    copies: int = 1,  # number of parameters for each matrix view in `views`
+    copies: int = 1,  # number of parameters for each entry of `views`
     lr: Callable[[float], Any] = float,
     policy: Policy = SMALL,
     device: str = "cpu",  # device of the weights

@@ -14,13 +14,14 @@ from shardmuon.layout.pieces import Box, FlatRange, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, matrix_view
 
 Shape = tuple[int, ...]
-Viewed = tuple[Shape, dict[str, Any]]  # the shape of a tensor, and the options of its matrix view
+Viewed = tuple[Shape, dict[str, Any]]  # a tensor's shape, and options that say how Muon reads it as matrices
 
 
 @st.composite
 def viewed(draw: st.DrawFn) -> Viewed:
-    """Draw a tensor shape and the options of a matrix view. The tensor is a matrix, a stack of matrices, a flattened
-    tensor or a convolution kernel. The view may split one side of the matrices into blocks or heads."""
+    """Draw the shape of a tensor, and the options that say how Muon reads the tensor as matrices. The tensor is a
+    matrix, a stack of matrices, a flattened tensor or a convolution kernel. The options may split one side of the
+    matrices into blocks or heads."""
     kind = draw(st.sampled_from(["auto", "stack", "flatten", "kernel"]))
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     groups = draw(st.integers(1, 4))

@@ -80,7 +80,8 @@ def planned(optimizer: Muon) -> Planned:
 
 
 def digests_of(plan: Plan) -> dict[Ranks, str]:
-    """Return the plan's hex digests for every set of two or more ranks, smallest sets first."""
+    """Return the plan's digests in hex, keyed by the set of ranks that share the digest. Sets of a single rank are left
+    out, and smaller sets come first."""
     ordered = sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
     return {ranks: plan.digests[ranks].hex() for ranks in ordered if len(ranks) > 1}
 

@@ -104,8 +104,8 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the line numbers of all comprehensions in a file's TRANSPORT functions, except in `with` blocks. These
-    comprehensions process messages from other ranks, so the tests raise no exception in them."""
+    """Return the line numbers of all comprehensions in the functions of a file that TRANSPORT lists, except in `with`
+    blocks. These comprehensions process messages from other ranks, so the tests raise no exception in them."""
     found: set[int] = set()
 
     def walk(node: ast.AST) -> None:

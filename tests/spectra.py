@@ -39,7 +39,7 @@ def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
         assert torch.equal(a, b), f"tensor {i} differs by {(a.double() - b.double()).abs().max():.2e}"
 
 
-def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # shape (rows, cols), fp64
+def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # returns a tensor of shape (rows, cols) in fp64
     """Return a matrix with a known spectrum.
 
     The kind "gauss" has standard normal entries. The kind "log" has log-spaced singular values from 1 to 1e-3, and
@@ -56,7 +56,7 @@ def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # shape (rows, cols), 
     return (u * {"log": 10 ** (-3 * index / (rows - 1)), "power": 1 / (1 + index)}[kind]) @ v.T
 
 
-def polar_factor(x: Tensor) -> Tensor:  # shape (rows, cols), fp64
+def polar_factor(x: Tensor) -> Tensor:  # returns a tensor of shape (rows, cols) in fp64
     """Return U V^T from the singular value decomposition of a matrix, without the directions whose singular value is
     zero."""
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)

@@ -76,9 +76,9 @@ def test_a_whole_step_is_captured_and_replayed_with_its_bits(config: str, device
 @on_gpu
 @pytest.mark.parametrize(("config", "kernels"), [("default", 1100), ("standard", 400), ("gram", 1100)])
 def test_a_step_takes_a_few_buckets_of_memory_and_about_the_kernels_of_the_stand_in(config: str, kernels: int) -> None:
-    """A step must stay within limits on memory and kernels. The kernel limits are up to one and a half times those of
-    the simulated device, because some operations that count as one launch there run two kernels on a GPU. For example,
-    a matmul with an addition first copies its addend."""
+    """A step must stay within limits on its memory and on the number of kernels. The kernel limits are up to one and a
+    half times those of the simulated device, because some operations that count as one launch there run two kernels on
+    a GPU. For example, a matmul with an addition first copies its addend."""
     optimizer = make_optimizer(make_model(CUDA, d=768, layers=12, num_vectors=50), **CONFIGS[config])
     # The memory limit is the one in test_cuda_shape.py, plus 10% for allocator blocks and 64 MiB for the workspace of
     # the matmul library.
@@ -149,7 +149,8 @@ FEW_LAYOUTS = ("ddp", "fsdp2", "hsdp+tp", "ep+fsdp", "mcore buffers")
     [*itertools.product(LAYOUTS, [None]), *itertools.product(FEW_LAYOUTS, EVERY_VARIANT)],
 )
 def test_every_layout_and_variant_on_ranks_that_share_a_device(layout: str, variant: str | None) -> None:
-    """Ranks may wait for the device in this test, because gloo moves CUDA tensors through host memory."""
+    """Each step on four ranks that share a GPU must match a step on a single rank bitwise. In this test, the host may
+    wait for the device, because gloo moves CUDA tensors through host memory."""
     compared(RankPool.cached(4), layout, "cuda", 2, variant, may_wait=True)
 
 

@@ -52,7 +52,8 @@ def sum_roundoff(
     dtype: torch.dtype,  # dtype in which the terms of the sum are accumulated
     num_terms: int,
 ) -> float:
-    """Return the expected rounding error of a sum, relative to the sum. See [Note: one rounding]."""
+    """Return the expected rounding error of a sum of `num_terms` terms, relative to the sum: the unit roundoff times
+    sqrt(num_terms / 6) ([Note: one rounding])."""
     return roundoff(dtype) * math.sqrt(num_terms / 6)
 
 
@@ -82,7 +83,7 @@ def assert_bitwise(found: Any, expected: Any, what: str = "value") -> None:
         assert found == expected, f"{what}: found {found!r}, expected {expected!r}"
 
 
-def _bytes(tensor: Tensor) -> Tensor:  # (number of elements, bytes per element), uint8
+def _bytes(tensor: Tensor) -> Tensor:  # returns a uint8 tensor of shape (number of elements, bytes per element)
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 
@@ -142,10 +143,10 @@ def _double(value: Any) -> Tensor:
 
 
 def steps_written_out(
-    matrix: Tensor,  # shape (rows, cols)
+    matrix: Tensor,  # (rows, cols): the input of the steps
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
-) -> Tensor:  # shape (rows, cols), fp64
+) -> Tensor:  # returns a tensor of shape (rows, cols) in fp64
     """Compute the Newton-Schulz steps directly from the formula, with every matmul rounded to `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -171,8 +172,9 @@ def orthogonalization_bound(
     """Return an upper bound on the absolute error, in the Frobenius norm, of an orthogonalization with matmuls in
     `dtype`.
 
-    See [Note: rounding of the steps]. Without a matrix, the bound counts one rounding for every matmul of every step,
-    amplified by the slope of the iteration at zero. `gram` is True for the Gram form.
+    The bound is measured with a few copies of the matrix that have random errors ([Note: rounding of the steps]).
+    Without a matrix, the bound counts one rounding for every matmul of every step, amplified by the slope of the
+    iteration at zero. `gram` is True for the Gram form.
     """
     unit = roundoff(dtype)
     if matrix is None:
@@ -188,11 +190,11 @@ def orthogonalization_bound(
 
 
 def polar_bound(
-    matrix: Tensor,  # shape (rows, cols)
+    matrix: Tensor,  # (rows, cols): the matrix whose polar factor is computed
     rank: int | None = None,
 ) -> float:
-    """Return an upper bound on the error, in the Frobenius norm, of a polar factor computed from an SVD in fp64. See
-    [Note: polar factors].
+    """Return an upper bound on the error, in the Frobenius norm, of a polar factor computed from an SVD in fp64. The
+    bound is proportional to the matrix's condition number plus 1 ([Note: polar factors]).
 
     `rank` is the number of nonzero singular values, by default all of them.
     """
@@ -202,8 +204,8 @@ def polar_bound(
 
 
 def assert_same_orthogonalization(
-    found: Tensor,  # shape (rows, cols)
-    expected: Tensor,  # shape (rows, cols)
+    found: Tensor,  # (rows, cols): result with matmuls in `dtype`
+    expected: Tensor,  # (rows, cols): expected result
     *,
     dtype: torch.dtype,
     coefficients: Coefficients = KELLER,

@@ -161,10 +161,9 @@ def is_dense(t: Tensor) -> bool:
 foreach_copy_ = partial(foreach, "copy_")
 
 
-def foreach_norm(
-    tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:  # returns 0-dim tensors
-    """Compute `torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
+def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Compute `torch.linalg.vector_norm` of each tensor, accumulated in `dtype`. Return one 0-dim tensor of this dtype
+    per tensor."""
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
 

@@ -602,7 +602,7 @@ class Muon(Core, Optimizer):
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
-                    continue  # the framework that this host integrates is not imported, so the host cannot be active
+                    continue  # this integration's framework is not imported, so it cannot be active
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -650,8 +650,8 @@ class Muon(Core, Optimizer):
         """Make the plan before the first step. Collective among the ranks that share parameters.
 
         Returns:
-            The plan. `print(plan)` shows, for each matrix, its route (whether and how it is exchanged), its bucket, and
-            the rank that orthogonalizes it.
+            The plan. `print(plan)` shows, for each matrix, its route (whether and how it is exchanged), its bucket (the
+            set of matrices that are exchanged together), and the rank that orthogonalizes it.
         """
         if self._host.in_parts:
             raise ValueError(_SEVERAL_PLANS)
@@ -726,7 +726,9 @@ class Muon(Core, Optimizer):
             ValueError: The state dict does not match this optimizer, which is unchanged.
         """
         host = self.hosts.active
-        if host is not None:  # with an active host (framework integration), state dicts contain its flat parameters
+        # An active host (framework integration) loads the state dict itself, because the dict contains the state of
+        # the framework's tensors.
+        if host is not None:
             with Refused.made_public():
                 host.load(self, state_dict)
             return
@@ -750,7 +752,8 @@ class Muon(Core, Optimizer):
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):
             group.update(loaded_over(own, group))
-        # copies and pickles keep `broken`; loading a state dict, which lacks this key, resets it to None
+        # `broken` describes the failure that interrupted a step. Copies and pickles keep it; loading a state dict,
+        # which lacks this key, resets it to None.
         self.broken = state.get("broken")
         if "hosts" not in self.__dict__:  # copies of the optimizer do not inherit its plan and framework integrations
             self._forget_process()

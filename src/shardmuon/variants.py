@@ -130,7 +130,8 @@ class Norms:
 
     def gathered(self, rows: Sequence[Tensor], of_lines: bool) -> Tensor:
         """Stack a post-processing stage's state tensors, one for each matrix of the batch, into one tensor of shape (B,
-        num_kept). If `of_lines`, the shape is (B, P), and each row is padded to P elements."""
+        num_kept). If `of_lines`, the shape is (B, P), where P is the number of lines plus padding, so that each row
+        starts at a multiple of 64 bytes."""
         if not of_lines:
             return torch.stack(list(rows))
         found = _aligned_rows(len(rows), self.num_lines, rows[0])

@@ -69,7 +69,7 @@ class Rows:
             )
 
     def num(self, *roles: _Role) -> int:
-        """Count the rows that have one of the given roles, or all rows if no role is given."""
+        """Count the rows that have one of the given roles, such as "q" (queries), or all rows if no role is given."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
     def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # one factor per row, shape (num(),)

@@ -225,7 +225,8 @@ class Scaler(TableCall[_Bound]):
         return done
 
     def _scale(self, bound: _Bound) -> tuple[LayerLogits, ...]:
-        """Scale the elements of each weight that this rank stores. Return the logits and gains of each layer."""
+        """Scale the elements of each weight that this rank stores. Return each layer's largest logits and scaling
+        factors (gains)."""
         maxima = bound.own_slots(self._all.to(self._own.device))
         gains = {name: _gains(layer, maxima[name], self._tau) for name, layer in self._by_name.items()}
         of_heads = {name: _factors(layer, gains[name], self._alpha) for name, layer in self._by_name.items()}

@@ -88,7 +88,7 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
 )
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
     """An audit of a correct step must report nothing on any layout. Each layout is tested with only one variant and one
-    method, because how an audit reads a layout depends on neither."""
+    method, because the way in which an audit reads sharded tensors depends on neither."""
     number = list(LAYOUTS).index(layout)
     variant, method = ON_LAYOUTS[number % len(ON_LAYOUTS)], METHODS[number % len(METHODS)]
     reports = RankPool.cached(world).run(sound, layout, variant=variant, method=method)
@@ -134,11 +134,11 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
 
 
 # Among many random correct steps, the steps in MOVED_MOST had the largest rounding errors. In the steps without a
-# variant, rounding changes one pair of singular vectors of the update completely. The causes are a maximum of the
-# polynomial, noise in a null direction (fp16 Gram form), and a first iteration that nearly cancels the largest singular
-# value (seed 1000729). In fp16 with NorMuon, post-processing precedes the cast to fp16 for the exchange. With MuonEq,
-# the matrix is all ones, so all elements are rounded alike. In the step with seed 8500193, torch's own addition updates
-# bf16 weights.
+# variant, rounding changes one pair of singular vectors of the update completely. The cause is a singular value at a
+# maximum of the polynomial, noise in a null direction (fp16 Gram form), or a first iteration that nearly cancels the
+# largest singular value (seed 1000729). In fp16 with NorMuon, post-processing precedes the cast to fp16 for the
+# exchange. With MuonEq, the matrix is all ones, so all elements are rounded alike. In the step with seed 8500193,
+# torch's own addition updates bf16 weights.
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),

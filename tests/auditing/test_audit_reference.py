@@ -39,8 +39,8 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """Return the orthogonalized matrix of `reference`, computed as if the matrix were first divided by `longer` times
-    the norm of the matrix."""
+    """Return the result of the Newton-Schulz steps on the matrix of `reference`, computed as if the matrix were first
+    divided by `longer` times its norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 

@@ -151,7 +151,7 @@ class File:
     """A test case in which an optimizer loads a checkpoint file. The fields describe the model and the optimizer."""
 
     options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
-    tied: bool = False  # True if both layers share one weight
+    tied: bool = False  # True if both layers of the model share one weight
     frozen: bool = False
     empty_at: int | None = None  # index at which an empty parameter group is inserted into the optimizer
     # `busy` is None if torch can create the optimizer's state before loading. Otherwise, gradients exist, and `busy` is

@@ -81,8 +81,8 @@ def drawn_family(chance: random.Random) -> Family:
 
 
 def doubled(num: int) -> list[int]:
-    """Add up one number per rank with the reduction schedule of a vote, using one thread per rank. Return the sum that
-    each rank obtains."""
+    """Simulate the sends and receives of a vote with one thread per rank, and use them to add up one number per rank.
+    Return the sum that each rank obtains."""
     boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)
 
     def member(me: int) -> int:
@@ -177,8 +177,8 @@ ALL = (0, 1, 2)
 
 
 def _most_bits() -> bool:
-    """Vote with the largest allowed number of presence bits (each says whether a gradient exists) and with digests that
-    differ between ranks. Then check that an optimizer whose shards need more bits raises an error."""
+    """Vote with the largest allowed number of presence bits (each says whether a gradient exists) and with plan digests
+    that differ between ranks. Then check that an optimizer whose shards need more bits raises an error."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)
@@ -209,7 +209,7 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
     """Plant a fault on the rank `culprit`. Return the connected component of the calling rank, the result of a vote,
-    and the error texts of `discover` and `gather`."""
+    and the set of error texts from the collectives `discover` and `gather` ("" if one raises no error)."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)

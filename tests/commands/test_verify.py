@@ -56,7 +56,7 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
         "max rel diff": "0.00e+00",
         "bitwise": "yes",
         "= torch": "yes",
-        "collectives": "3",  # A step with FSDP2 runs three collectives: one vote and two exchanges.
+        "collectives": "3",  # With FSDP2, a step has one vote, in which ranks agree on the step, and two exchanges.
     }
 
 
@@ -113,8 +113,8 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     (cells,) = rows_of(deepspeed_pools[3], "--layout", "zero3")
     assert cells["NS runs"] == cells["matrices"] == "58", cells
-    # A step on a single flat buffer runs three collectives: one vote and two exchanges. The table counts those of all
-    # flat buffers.
+    # A step on a single flat buffer runs three collectives: one vote, in which ranks agree on the step, and two
+    # exchanges. The table gives the total over all flat buffers.
     assert int(cells["collectives"]) >= 3
     assert int(cells["bytes/rank"]) > 1000
 

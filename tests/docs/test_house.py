@@ -143,7 +143,8 @@ CATCHES = """
     ("count", "source", "expected"),
     [
         (lengths_of_entered, LINES, [2, 3]),
-        # The six statements of the source are x, class, def, if, return and the last string.
+        # Imports and docstrings do not count, so the source has six statements: the assignment to x, class, def, if,
+        # return and the last string.
         (lambda house, tree: house.statements(tree), STATEMENTS, 6),
         (lambda house, tree: list(house.public_names(tree)), NAMES, ["ONE", "three", "four", "K", "eight"]),
         (lambda house, tree: house.classes(tree), NAMES, {"K", "L"}),
@@ -208,9 +209,10 @@ def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
 def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
     """`unevenness` is the number of bytes that the busiest rank sends, divided by the mean over all ranks.
 
-    With four shards, the owner sends three quarters of the matrix, and each other rank sends one quarter, so the owner
-    sends twice the mean. With two replicas of two shards, only the two ranks of the owner's replica send. Each sends
-    half of the matrix within the replica and half to the other replica, so both send twice the mean.
+    With four shards, the owner (the rank that orthogonalizes the matrix) sends three quarters of the result, and each
+    other rank sends one quarter of the input, so the owner sends twice the mean. With two replicas of two shards, only
+    the two ranks of the owner's replica send. Each sends half of the matrix within the replica and half to the other
+    replica, so both send twice the mean.
     """
     from shardmuon.layout.mesh import Shard
 

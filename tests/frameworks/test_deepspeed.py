@@ -492,8 +492,8 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
 def test_state_that_one_rank_loads_by_itself_or_refuses_leaves_all_in_step(
     two: RankPool, stage: int, tmp_path: Path
 ) -> None:
-    """Unlike the engine's `load_checkpoint`, `load_state_dict` of DeepSpeed's optimizer can run on a single rank.
-    Regardless of whether this load succeeds, the next step must match the dense reference on all ranks."""
+    """Unlike `load_checkpoint` of the DeepSpeed engine, `load_state_dict` of DeepSpeed's optimizer can run on a single
+    rank. Regardless of whether this load succeeds, the next step must match the dense reference on all ranks."""
     two.run(_loaded_by_hand, stage, str(tmp_path))
 
 

@@ -66,7 +66,7 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
         stage = engine.grid.get_stage_id()
         engine.destroy()
     # DeepSpeed keeps the pipeline topology in the global variable `mpu` of its module `groups`. Reset the variable,
-    # because later engines in the same processes would use it.
+    # because later DeepSpeed engines in the same processes would use it.
     importlib.import_module("deepspeed.utils.groups").mpu = None
     return stage, len(before), ran, losses
 
@@ -100,7 +100,7 @@ PARTS = {
 @contextmanager
 def _autotp() -> Iterator[None]:
     """Run the body of the `with` statement with DeepSpeed's log output disabled. On exit, reset DeepSpeed's AutoTP mode
-    and process groups, because later engines in the same processes would use them."""
+    and process groups, because later DeepSpeed engines in the same processes would use them."""
     with quiet():
         try:
             yield

@@ -53,8 +53,9 @@ def _differing(row: Row, whole: Mapping[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize(("world", "row"), ROWS, ids=str)
 def test_every_layout_has_the_bits_of_one_process(world: int, row: Row) -> None:
-    """The state of post-processing stages (such as NorMuon) is not compared, because it is sharded differently from the
-    weights. test_variants_layouts.py compares this state."""
+    """Weights, momentum and AdamW moments must match a single-process run bitwise. The state of post-processing stages
+    (such as NorMuon) is not compared, because it is sharded differently from the weights. test_variants_layouts.py
+    compares this state."""
     whole = rows.run(row._replace(layout="single"))
     assert RankPool.cached(world).run(_differing, row, whole) == [[]] * world
 

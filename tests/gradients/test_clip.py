@@ -95,8 +95,9 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
     sorted((4 if len(case.mesh(4)) > 1 or at % 2 else 3, name) for at, (name, case) in enumerate(LAYOUTS.items())),
 )
 def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str, world: int) -> None:
-    """Every layout is tested in fp32 with norm order 2. Half of the layouts are also tested in bf16, and the other half
-    with a second norm order."""
+    """The gradient norm and the clipped gradients on every layout must match a single-process run bitwise. Every layout
+    is tested in fp32 with norm order 2. Half of the layouts are also tested in bf16, and the other half with a second
+    norm order."""
     at = list(LAYOUTS).index(layout)
     orders = (2.0, ORDERS[1 + at // 2 % (len(ORDERS) - 1)])
     runs = {torch.float32: orders[:1], torch.bfloat16: orders[:1]} if at % 2 else {torch.float32: orders}

@@ -122,8 +122,9 @@ def _read(placement: Placement) -> int:
 
 
 def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
-    """Only tensors with replicas need a fingerprint. Other tensors must not be read, because reading them may be
-    impossible (on the meta device) or take seconds (when offloaded)."""
+    """Only tensors with replicas need a fingerprint, a checksum that shows whether the replicas are equal. Other
+    tensors must not be read, because reading them may be impossible (on the meta device) or take seconds (when
+    offloaded)."""
     assert [world4.run(_read, how) for how in (Shard(0), Replicate())] == [[1, 1, 0, 0], [2, 2, 1, 1]]
 
 

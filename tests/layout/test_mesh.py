@@ -32,7 +32,7 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
     """The split factors of one to four mesh axes must determine the order in which these axes shard a dim. The split
     factor of an axis is the number of shards into which later axes of the mesh had already split the dim, as when
-    `fully_shard` shards tensor-parallel shards. Shards that have since been gathered count as well."""
+    `fully_shard` shards tensor-parallel shards. The split factor also counts shards that have been gathered since."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     # `order` lists the mesh axes in the order in which they shard the dim.
     order = data.draw(st.permutations(range(len(mesh))))

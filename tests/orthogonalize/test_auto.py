@@ -41,7 +41,7 @@ SMALL = itertools.product(("keller", "polar_express", "cubic", "deepseek_v4"), F
     ("name", "form", "m", "n", "device"),
     [
         *((name, form, 96, n, CUDA) for name, form, n in SMALL),
-        # On a CPU, symmetric matmuls of large matrices compute only ten of the sixteen tiles of the result.
+        # On a CPU, symmetric matmuls of large matrices compute only ten of the sixteen blocks of the result.
         *(("keller", form, m, n, CPU) for form in FORMS[:2] for m, n in ((384, 1536), (512, 512))),
     ],
 )
@@ -53,8 +53,8 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = flops(method, m, n, coefficients, dtype, device)
-    # In emulated fp16, a restart of the Gram form computes full matmuls instead of split ones, so it takes fewer FLOPs
-    # than estimated.
+    # On fp16 hardware, a local restart of the Gram form splits each fp32 operand into two fp16 matrices, so each of its
+    # matmuls becomes two. Emulated fp16 does not split them and therefore takes fewer FLOPs than estimated.
     if method == "gram" and dtype == FP16:
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
@@ -69,8 +69,9 @@ def test_flops_are_those_that_torch_counts(
         ("gram", KELLER, FP64, 512, 4, 34),
         # In fp32, the Gram form restarts once, with a new Gram matrix of the updated iterate X.
         ("gram", POLAR, FP32, 512, 8, 28),
-        # In fp16 and with n/m above 7/3, the restart of the Gram form is local. It takes 4 m^2 n + 28 m^3 FLOPs, plus 8
-        # m^3 for split matmuls and 2 m^3 to merge the Q factors.
+        # In fp16 and with n/m above 7/3, the restart of the Gram form is local: it does not recompute the Gram matrix
+        # from X. The estimate is 4 m^2 n + 28 m^3 FLOPs, plus 8 m^3 for two m x m matmuls with an fp32 operand (each
+        # computed as two fp16 matmuls) and 2 m^3 to merge the factors Q from before and after the restart.
         ("gram", POLAR, FP16, 512, 4, 38),
         ("gram", POLAR, FP16, 128, 8, 28),
     ],
@@ -151,7 +152,7 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     ("method", "says"),
     [
         ("auto", re.escape(f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip")),
-        ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses the process-wide precision flags.
+        ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses torch's global precision flags.
         # Unlike "torch", the method "standard" sets the precision flags itself, so flags that differ between ranks are
         # not reported.
         ("standard", r"^(?!.*machines differ)"),

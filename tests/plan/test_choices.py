@@ -75,7 +75,8 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 def _others(made: Plan) -> Iterator[Plan]:
     """Yield variants of a plan. Each variant divides the plan's matrices into at most 16 buckets, in forward or in
-    reverse order. In some variants, buckets are split into parts with different owners."""
+    reverse order. In some variants, buckets are split into parts whose matrices are orthogonalized by different
+    ranks."""
     moving = [bucket for bucket in made.buckets if bucket.exchange]
     items = [made.items[number] for bucket in moving for number in bucket.items]
     number, prices = {item.key: n for n, item in enumerate(made.items)}, _prices(made.specs, items, Policy().machine)
@@ -185,8 +186,8 @@ SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 
 def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
-    """Return the number of owners per matrix and the plan's text, for two replicas of two shards each. If `unlike` is
-    True, rank 3 reports a different machine."""
+    """Return the number of ranks that orthogonalize each matrix and the plan's text, for two replicas of two shards
+    each. If `unlike` is True, rank 3 reports a different machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     placed = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in SHAPES]
     stamps = mock.patch.object(

@@ -9,7 +9,8 @@ import pytest
 
 from shardmuon.price.clock import BucketTimes, Course
 
-# The fields of BucketTimes are a key and the times of pack, gather, orthogonalize, scatter, apply, fill, relay and
+# The fields of BucketTimes are a key, which is equal on all ranks that exchange the bucket, and the times of the
+# bucket's phases: pack, gather, orthogonalize, scatter, apply, fill, relay (pass results on to other replicas) and
 # finish.
 B = BucketTimes
 

@@ -1,4 +1,4 @@
-"""Tests that work is balanced across owners, that all ranks compute equal plans, and that planning for a thousand ranks
+"""Tests that work is balanced across ranks, that all ranks compute equal plans, and that planning for a thousand ranks
 is fast."""
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
 
 @pytest.mark.parametrize(("ranks", "buckets"), [(32, 5), (256, 1)])
 def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: int, buckets: int) -> None:
-    """A step is split into several buckets so that communication overlaps with orthogonalization. If the ranks own few
-    matrices, there are fewer buckets, because a rank without a matrix in a bucket would idle."""
+    """A step is split into several buckets so that communication overlaps with orthogonalization. If the ranks have few
+    matrices to orthogonalize, there must be fewer buckets, because a rank without a matrix in a bucket would idle."""
     d, inner = 4096, 11008
     kinds = [
         spec(str(shape), sharded(matrix_view(shape), [range(ranks)], 0), itemsize=2)

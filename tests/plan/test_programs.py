@@ -103,9 +103,9 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """In the relay, a rank must send all its results to the other replica as one block, even if post-processing stages
-    (such as NorMuon) keep state for the matrices. The gather must stay within a replica, and so must the scatter if no
-    stage keeps state."""
+    """A rank that relays (passes on) results to the other replica must send them as one block, even if post-processing
+    stages (such as NorMuon) keep state for the matrices. The gather of shards must stay within a replica, and so must
+    the scatter of results if no stage keeps state."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -139,8 +139,8 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
 
 
 def test_every_owner_has_equal_work_in_each_share() -> None:
-    """Each of 48 layers has one small and two large matrices, all sharded over 8 ranks. The bucket size allows each
-    owner two large matrices per bucket. Within each bucket, all owners must have equal work."""
+    """Each of 48 layers has one small and two large matrices, all sharded over 8 ranks. The bucket size lets each rank
+    orthogonalize two large matrices per bucket. Within each bucket, all ranks must have equal work."""
     view, large = matrix_view((16, 16)), matrix_view((64, 16))
     layouts = [sharded(view, [range(8)], 0), sharded(large, [range(8)], 0)]
     plan = make_plan([spec(f"{i}", layouts[i % 3 > 0]) for i in range(144)], Policy(bucket_bytes=4 * 2 * 64 * 16))
@@ -148,7 +148,8 @@ def test_every_owner_has_equal_work_in_each_share() -> None:
         [sum(plan.items[n].cost for n in b.items if plan.items[n].owners == (r,)) for r in range(8)]
         for b in plan.buckets
     ]
-    # Each owner has 12 large matrices, two in each of six buckets, and six small matrices in the seventh bucket.
+    # Each rank orthogonalizes 12 large matrices, two in each of six buckets, and six small matrices in the seventh
+    # bucket.
     assert len(work) == 7
     assert all(len(set(of_bucket)) == 1 for of_bucket in work)
 
@@ -181,7 +182,7 @@ def test_shares_divide_the_work_of_each_owner_evenly_within_the_size_of_a_bucket
             parts = [part for share in shares if (part := [item for item in share if item in line])]
             assert [item for part in parts for item in part] == line
             assert all(len(part) == 1 or sum(item.numel for item in part) <= most for part in parts)
-            if most == 10**5:  # larger than all matrices of a line together
+            if most == 10**5:  # more elements than all matrices of one owner have together
                 assert len(parts) == min(len(shares), len(line))
                 work = [sum(item.cost for item in part) for part in parts]
                 assert len(shares) * (max(work) - line[0].cost) <= sum(work)
@@ -233,8 +234,9 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
-    """In the last case, each of five senders sends rows of two matrices with 6 columns and of one matrix with 4
-    columns. The copies of these rows must be joined into two, one for each number of columns."""
+    """Copies of evenly spaced blocks must be joined into one strided copy, unless a stride would be zero. In the last
+    case, each of five senders sends rows of two matrices with 6 columns and of one matrix with 4 columns. The copies of
+    these rows must be joined into two, one for each number of columns."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))

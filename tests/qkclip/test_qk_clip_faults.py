@@ -81,8 +81,8 @@ class Job(jobs.Job):
         self.step(0)
 
     def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
-        """Reduce the maximum logits over ranks and return the scaler. If there is no scaler yet, or if `changes`
-        contains constructor arguments for a scaler, a new one is created first."""
+        """Reduce the maximum logits over ranks, and return QK-clip's `Scaler`, which scales weights. If there is no
+        `Scaler` yet, or if `changes` contains constructor arguments for one, a new one is created first."""
         if self.scaler is None or changes:
             self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
         with Refused.made_public():
@@ -138,8 +138,9 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Clip twice while rank 2 passes different arguments, has no Scaler from an earlier call, or has replaced a weight.
-    Return the error messages. Afterwards, a call with equal arguments on all ranks must succeed."""
+    """Clip twice while rank 2 passes different arguments, has lost the `Scaler` (QK-clip's object that scales weights)
+    of an earlier call, or has replaced a weight. Return the error messages. Afterwards, a call with equal arguments on
+    all ranks must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
     _both_clip(job, twin, 0, **beyond)

@@ -605,9 +605,10 @@ def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of
     ],
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
-    """The RMS of an orthogonalized matrix is 1/sqrt(max(r, c)) times 0.68 to 1.14, the range of its singular values.
-    The RMS of AdamW's first update is lr. The RMS of later AdamW updates is usually 0.2 lr, so the test multiplies the
-    first update's RMS by 0.2."""
+    """With the default lr of AdamW groups, the RMS of Muon's update must be 0.68 to 1.15 times the usual RMS of AdamW's
+    update. The RMS of an orthogonalized matrix is 1/sqrt(max(r, c)) times 0.68 to 1.14, the range of its singular
+    values. The RMS of AdamW's first update is lr, and that of later updates is usually 0.2 lr, so the test multiplies
+    the first update's RMS by 0.2."""
     model = Llama()
     groups = param_groups(model, lr=lr, adjust_lr_fn=scale)
     optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)

@@ -140,7 +140,7 @@ FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],
     lambda t: t.t().contiguous().t(),
-    # The copy starts 5 elements into its storage, so its address is not aligned.
+    # The copy starts 5 elements into its storage, so its address is not aligned to a SIMD register.
     lambda t: t.new_zeros(5 + t.numel())[5:].view(t.shape).copy_(t),
 )
 

@@ -307,9 +307,9 @@ GRID_FAULTS: dict[str, Fault] = {
     ),
     "resharded, crossed": Fault(_swapped(_placed("crossed")), r"rows: |describe them differently"),
 }
-# WHOLE_FAULTS replace the optimizer of the faulty rank with one that has different constructor options. Before its
-# first vote, an optimizer finds only the ranks with which it shares parameters directly, so these faults are tested
-# only in layouts where one rank set contains every rank.
+# WHOLE_FAULTS replace the optimizer of the faulty rank with one that has different constructor options. Before the
+# first vote, in which ranks agree on a step, an optimizer finds only the ranks with which it shares parameters
+# directly, so these faults are tested only in layouts where one rank set contains every rank.
 WHOLE_FAULTS: dict[str, Fault] = {
     "another size of buckets": Fault(_given(bucket_bytes=128), "describe them differently"),
     "another method": Fault(_given(method="torch"), "describe them differently"),

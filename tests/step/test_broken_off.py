@@ -109,8 +109,8 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
     """Return a regular expression for the error message of an interrupted step. It accepts the names of phases `first`
-    to `last`, numbered in the order of `turns`. If `relays` is True, each bucket has an additional phase in which one
-    replica passes results on to the others."""
+    to `last`, numbered in the order in which a rank runs the phases of all its buckets (see `turns`). If `relays` is
+    True, each bucket has an additional phase in which one replica passes results on to the others."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
@@ -261,7 +261,8 @@ def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_
     - If the process of the failed rank died, the others fail at once. If it died in the middle of an exchange, gloo may
       delay the error on some ranks until the time-out.
     - If the process of the failed rank survives, the others fail after the time-out of the process group.
-    - A rank that exchanges nothing with the failed rank completes the step, and its next vote reports the missing rank.
+    - A rank that exchanges nothing with the failed rank completes the step. The vote before its next step reports the
+      missing rank.
     """
     case, store = CASES[name], str(tmp_path / "store")
     ended, gone = run_to_the_end(_SCRIPT, 4, tmp_path, name, store), case.how in ("dies", "hangs")
@@ -342,8 +343,8 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
 
 
 def _first_vote_fails(optimizer: Muon) -> None:
-    """Rank 1 votes once and then leaves, so the step on rank 0 must fail and the optimizer must record that the step
-    was interrupted."""
+    """Rank 1 takes part in one vote of the step and then leaves, so the step on rank 0 must fail and the optimizer must
+    record that the step was interrupted."""
     group, ranks = optimizer.param_groups[0], (0, 1)
     group["process_group"] = dist.group.WORLD
     group["params"][0].grad = torch.ones(4, 3)
@@ -357,9 +358,9 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
-    """An optimizer that has stepped alone is pickled with the ranks of its last vote (rank 0). These ranks are
-    meaningless in the processes that unpickle the optimizer. They must not keep the optimizer from recording that its
-    first vote in those processes was interrupted."""
+    """An optimizer that has stepped in a single process is pickled with the ranks that took part in its last vote (only
+    rank 0). These ranks are meaningless in the processes that unpickle the optimizer. They must not keep the optimizer
+    from recording that its first vote in those processes was interrupted."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

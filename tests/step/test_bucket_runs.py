@@ -72,8 +72,8 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
 
 
 def _loads(view: MatrixView) -> list[Load]:
-    """Return `Load` objects that copy all tiles of an unsharded tensor into a contiguous buffer, one tile after
-    another."""
+    """Return `Load` objects that copy all tiles (strided blocks) of an unsharded tensor into a contiguous buffer, one
+    tile after another."""
     tiles = [tile for by_rank in ParamLayout.replicated(view, (0,)).tiles for tile in by_rank[0]]
     starts = itertools.accumulate((tile.numel for tile in tiles), initial=0)
     return [Load(0, t, BufferPlace(at, row_major(t.sizes))) for t, at in zip(tiles, starts, strict=False)]

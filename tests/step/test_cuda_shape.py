@@ -184,8 +184,8 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
 
 
 def _on_ranks(options: dict[str, Any], placement: Placement) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Take two steps on the simulated device. Return this rank's shards, and the host synchronizations and uploads of
-    the second step."""
+    """Take two steps on the simulated device. Return this rank's shards, and the second step's host synchronizations
+    and copies to the device."""
     with CudaShape() as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         job = _made(lambda full: rows_on(mesh, placement)(_there(full)), **options)
@@ -249,11 +249,12 @@ def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int
 # Upper limits on the kernel launches of a steady-state step, keyed by method and number of ranks, for 48 matrices and
 # 50 vectors at d = 768.
 # - A batch takes 15 matmuls, 6 launches to normalize (5 for a single matrix), 1 to pad it with zeros if it is not full,
-#   and 1 to write its result. A batch of "gram" takes about 47 launches, half of them for fp16 matmuls that are split
-#   in two.
+#   and 1 to write its result. A batch of "gram" takes about 47 launches, half of them for fp16 matmuls with an fp32
+#   operand, which is split into two fp16 matrices.
 # - Batches have the same size on every layout (4 matrices here), so that the bits of a matrix do not depend on the
 #   layout. A single rank has 15 or 16 batches, and the first of 8 ranks has 4 or 5, of one or two matrices each.
-# - Where torch cannot write an fp16 matmul into a given buffer, the result is copied into an aligned slot.
+# - Where torch cannot write an fp16 matmul into a given buffer, the result is copied to its place in the batch, which
+#   is aligned to 64 bytes.
 # - A bucket with an exchange updates momentum in two launches: one for the matrices to send, and one, during the
 #   exchange, for the matrices that stay. It also launches one copy for each shape received and one for the matrices to
 #   send.
@@ -271,12 +272,13 @@ BUDGETS = {
 def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_it_must(
     method: Any, ranks: int
 ) -> None:
-    """A steady-state step must not wait for the host, and must keep to the limits on kernel launches and memory.
+    """In a steady-state step, the host must neither wait for the device nor copy data to it, and kernel launches and
+    memory must stay within limits.
 
-    The memory limit is a number of buffers, each as large as one owner's part of a bucket (32 MiB). Two buffers are for
-    exchanges. Three are for the iterate before and after a matmul and for the transposed result; the Gram form needs a
-    fourth for its m x m matrices and other fp32 tensors. The limit adds one fp32 temporary of at most 2^24 elements for
-    momentum or the update.
+    Most of the memory limit is a number of buffers of 32 MiB, the largest size of one rank's matrices in a bucket. Two
+    buffers are for exchanges. Three are for the iterate before and after a matmul and for the transposed result; the
+    Gram form needs a fourth for its m x m matrices and other fp32 tensors. The limit adds one fp32 temporary of at most
+    2^24 elements for momentum or the update.
     """
     found, above, plan = _count(ranks, method=method)
     assert found.waits == found.uploads == []

@@ -108,7 +108,7 @@ def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> No
         w.grad = normal(8, 256, seed=2)
         optimizer.step()
         state = optimizer.state[w]
-        # Round the quantization scale to a value that fp32 and the other dtype both represent exactly, so that
+        # Round the quantization scale to a value that fp32 and the dtype `wrong` both represent exactly, so that
         # converting the scale loses nothing.
         state[SCALE] = state[SCALE].to(wrong).float()
         if change:

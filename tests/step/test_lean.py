@@ -77,7 +77,7 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
 
     first, second, third = (count(number) for number in (64, 192, 320))
     # Each matrix may add at most 28 function calls to a step. Overhead takes 16 of these calls, and matmuls take about
-    # 500 calls per batch of 64 matrices.
+    # 8 (500 calls for each batch of 64 matrices).
     assert (second - first) / 128 <= 28
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
@@ -98,9 +98,9 @@ def test_python_per_dtensor_is_bounded() -> None:
 def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, shards: int, passed: int) -> None:
     """The number of function calls in a step must stay below the same limit on 64 and on 1,024 ranks.
 
-    The test counts the calls of the busiest rank, which owns one or two of 72 matrices and stores a shard of each
-    matrix. The matrices have four shapes, one of which is not evenly divisible by the number of ranks. With more
-    replicas, the only additional calls are copies of the results that the owner passes on to other replicas. `passed`
+    The test counts the calls of the busiest rank, which orthogonalizes one or two of 72 matrices and stores a shard of
+    each matrix. The matrices have four shapes, one of which is not evenly divisible by the number of ranks. With more
+    replicas, the only additional calls are copies of the results that this rank passes on to other replicas. `passed`
     is the number of these copies after adjacent copies are merged.
     """
     grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]

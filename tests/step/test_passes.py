@@ -165,8 +165,8 @@ def test_blocks_follow_the_arithmetic_of_a_product(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
-    """Each of four ranks orthogonalizes two of eight replicated matrices. For each of the other six, the rank updates
-    the momentum without computing the Nesterov update."""
+    """Each of four ranks orthogonalizes two of eight replicated matrices. For each of the other six, the rank must
+    update the momentum without computing the Nesterov update."""
     shape = (16, 24)
     layout = ParamLayout.replicated(matrix_view(shape), (0, 1, 2, 3))
     plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy(each=False))

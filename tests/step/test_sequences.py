@@ -166,9 +166,9 @@ class Sequence:
         """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, the subset
         always contains the only rank.
 
-        Pass `anew` for events that create a new optimizer, which must happen on every rank of the "chain" layout. A new
-        optimizer has not voted yet, so it finds only the ranks with which it shares parameters directly, and no rank
-        set of the chain contains all ranks.
+        Pass `anew` for events that create a new optimizer, which must happen on every rank of the "chain" layout.
+        Before the first vote, in which ranks agree on a step, a new optimizer finds only the ranks with which it shares
+        parameters directly, and no rank set of the chain contains all ranks.
         """
         drawn = self.rank in self.chance.sample(range(4), self.chance.randrange(1, 5))
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")

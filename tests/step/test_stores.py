@@ -166,8 +166,8 @@ CUTS = {
 
 @pytest.mark.parametrize("layout", CUTS)
 def test_random_bits_belong_to_elements(layout: str) -> None:
-    """The random bits for stochastic rounding of a tile, and of slabs of the tile, must equal those of the same
-    elements in the full matrix."""
+    """The random bits for stochastic rounding of a tile, and of slices of the tile along one dim, must equal those of
+    the same elements in the full matrix."""
     for view in ODD:
         if math.prod(view.shape) < 38 and layout == "flat":
             continue

@@ -14,7 +14,7 @@ from shardmuon.price.clock import turns
 # A bucket is described by a pair: the tuple of its ranks, and whether one replica relays (passes on) the bucket's
 # results to other replicas.
 Bucket = tuple[tuple[int, ...], bool]
-Exchange = tuple[str, int]  # the type of an exchange (such as "gather"), and the number of its bucket
+Exchange = tuple[str, int]  # a pair: the type of an exchange (such as "gather") and the index of its bucket
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
 
 

@@ -53,8 +53,9 @@ def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
-    """Return the number of matmul results compared, and the number of those that differ between slots of a batch. If
-    `packed` is True, matrices are stored contiguously instead of in aligned slots."""
+    """Return the number of matmul results compared, and the number of those that differ between positions in a batch.
+    If `packed` is True, the matrices of a batch follow each other without gaps, instead of each starting at a multiple
+    of 64 bytes."""
     torch.set_num_threads(threads)
     modules = ("orthogonalize", "testing.slots") if packed else ()
     with ExitStack() as patched:
@@ -80,24 +81,26 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """Each matrix must have the same bits in every slot of a batch, both with two threads and with a restricted set of
-    CPU instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions
-    without AVX."""
+    """Each matrix must have the same bits at every position in a batch, both with two threads and with a restricted set
+    of CPU instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to
+    instructions without AVX."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
     assert num > 1_000 and unequal == 0
 
 
 def test_packed_slots_would_be_found() -> None:
-    """Negative control: if the matrices of a batch are packed without alignment, matmul results must differ between
-    slots, with restricted CPU instructions or with the full instruction set."""
+    """Negative control: if the matrices of a batch are packed without gaps and therefore not aligned to 64 bytes, some
+    matmul results must depend on the position in the batch, with restricted CPU instructions or with the full
+    instruction set."""
     assert _elsewhere(_OTHER_INSTRUCTIONS, 1, 3, True)[1] or found_with(torch.get_num_threads(), 3, True)[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])
 def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, cols: int, dtype: torch.dtype) -> None:
-    """Matrices of norm 1 in aligned slots must be used without a copy and must not be modified. Packed matrices must be
-    copied into aligned slots, and the results must have the same bits."""
+    """Matrices of norm 1 that each start at a multiple of 64 bytes must not be modified, and must be used without a
+    copy unless a matmul needs another dtype. Unaligned matrices must be copied to aligned memory, and the results must
+    have the same bits."""
     size = batch_size(rows, cols, CPU)
     x = torch.randn(size, rows, cols, generator=torch.Generator().manual_seed(0))
     x = _normalize(x, empty_batch(x.shape, dtype, CPU))
@@ -109,7 +112,7 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
     assert (_operands(x, shape, products, unit=True).data_ptr() == x.data_ptr()) == (products.operands == dtype)
     found, *others = (orthogonalize(t, KELLER, dtype=dtype, unit=True) for t in (x, packed, turned))
     assert torch.equal(x, given) and all(torch.equal(found, other) for other in others)
-    # `_operands` copies unaligned matrices into aligned slots and pads the last batch with zeros.
+    # `_operands` copies unaligned matrices to memory aligned to 64 bytes and pads the last batch with zeros.
     assert _operands(packed, shape, products, unit=True).data_ptr() % _ALIGNMENT == 0
     with mock.patch("shardmuon.orthogonalize.empty_batch", lambda *given: empty_batch(*given).fill_(math.nan)):
         assert size == 1 or not _operands(x[1:], shape, products, unit=True)[-1].any()
@@ -117,8 +120,8 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
 
 @contextmanager
 def _aligned_operands() -> Iterator[list[int]]:
-    """Assert that every operand and every result of a batched matmul is in aligned slots. Yield a list to which the
-    size of each batch is appended."""
+    """Assert that, in the operands and the result of every batched matmul, each matrix starts at a multiple of 64
+    bytes. Yield a list to which the size of each batch is appended."""
     batches: list[int] = []
     real = {name: getattr(torch, name) for name in ("bmm", "baddbmm")}
 
@@ -144,8 +147,9 @@ def _aligned_operands() -> Iterator[list[int]]:
 def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
     coefficients: str, method: str, dtype: torch.dtype
 ) -> None:
-    """Every batched matmul must have aligned operands and full batches. The chosen coefficients and methods cover
-    restarts, cubic steps, and local restarts of the Gram form."""
+    """In every batched matmul, each matrix must start at a multiple of 64 bytes, and a partial batch must be padded to
+    the full batch size. The parameters cover cubic steps and both kinds of restart in the Gram form: those that
+    recompute the Gram matrix from X, and local ones that do not."""
     if method == "gram" and dtype == torch.bfloat16:
         pytest.skip("refused: see test_gram.py")
     for rows, cols in ((5, 257), (257, 5), (9, 12), (1, 5), (3, 100)):

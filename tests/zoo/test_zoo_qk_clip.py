@@ -114,8 +114,9 @@ def _logits(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: str, implementation: str) -> None:
-    """Only the first layer's logits can be predicted after clipping. The input of the first layer does not depend on
-    any attention, so clipping multiplies the layer's logits by exactly QK-clip's gains."""
+    """QK-clip must measure the same largest logits as an eager forward pass. After clipping, only the first layer's
+    logits are checked, because the input of this layer does not depend on any attention, so clipping multiplies these
+    logits by exactly QK-clip's gains."""
     wanted, model = _logits(_make(name, "eager")), _make(name, implementation)
     tau = math.inf if name == "Qwen3" else float(wanted[0].max()) / 3
     num_groups = _HEADS.get(name, (4, 2))[1]

@@ -1,9 +1,10 @@
 """Audit optimizer steps: compare a step with a dense (unsharded) reference step, and name any fault.
 
 `audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. The module `live` runs an
-audit: it rebuilds the layout table and assembles whole matrices from their shards. The module `reference` computes the
-step of each whole matrix, once in the arithmetic of the audited step and once in exact arithmetic. The module `judge`
-compares the results, decides which differences rounding can explain, and finds the causes of all other differences.
+audit: it determines anew which part of each parameter each rank stores, and assembles whole matrices from their shards.
+The module `reference` computes the step of each whole matrix, once in the arithmetic of the audited step and once in
+exact arithmetic. The module `judge` compares the results, decides which differences rounding can explain, and finds the
+causes of all other differences.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ _Kept = Mapping[str, Tensor]
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
 _NORM = "norm"  # key of the weight norm in dicts that are otherwise keyed by the stages of a Muon variant
-_FIRST, _ALL = 2, 16  # numbers of perturbed runs: 2 at first, and 16 in total before a fault is reported
+_FIRST, _ALL = 2, 16  # numbers of runs on perturbed input: 2 at first, and 16 in total before a fault is reported
 # ratio of the difference allowed between two results to the largest difference that perturbed inputs cause
 _TIMES = 3.0
 # Largest relative difference that can be allowed between an update and the reference. With a higher limit, a correct
@@ -79,13 +79,13 @@ _BLIND = 0.5
 # Tolerance for singular values of an update outside the range that the reference predicts. Rounding changes singular
 # values, and increases the smallest ones most.
 _SLACK = 0.2
-# number of elements that a perturbed run moves to a neighboring floating-point number, to imitate a different order of
-# summation
+# number of input elements that a perturbed run of the step moves to a neighboring floating-point number, to imitate a
+# different order of summation
 _FEW = 4
-# Maximum number of fp32 spacings by which a perturbed run scales all elements. With a maximum of 4, many runs would be
-# rounded identically.
+# Maximum number of fp32 spacings by which a perturbed run of the step moves elements when it scales its input. With a
+# maximum of 4, many runs would be rounded identically.
 _TOGETHER = 64
-_LONGER = 1 / 16  # largest relative increase of the matrix's norm in a perturbed run
+_LONGER = 1 / 16  # largest relative increase of the input matrix's norm in a perturbed run of the orthogonalizer
 # Relative error of the "exact" reference, which is computed in fp64 from a Gram matrix. The Gram matrix squares
 # singular values, so the reference is inaccurate for small ones.
 _OWN = 1e-9
@@ -155,8 +155,8 @@ class _Evidence:
             for at in (0, 1)
         )
         for key, norm in arithmetic.norms(self.before["weights"]).items():
-            # If the variant has not stored a norm of the weights yet, or the stored norm is 0, the step uses the norm
-            # of the current weights.
+            # If the Muon variant has not stored a norm of the weights yet, or the stored norm is 0, the step uses the
+            # norm of the current weights.
             if not self.before[key]:
                 self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
@@ -337,7 +337,8 @@ class _Evidence:
         # update is small compared with this difference, so any simulated fault with a short update would seem to
         # explain it. For this reason, `whole` is the size of the difference or of the update, whichever is smaller.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        # A guess (a simulated fault) is accepted only if it leaves less than `least` of the wrong update unexplained.
+        # A guess (a simulated fault) is accepted only if the size of the part of the wrong update that it does not
+        # explain is below `least`.
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
         # If the norm of the weights is wrong, a simulated fault must also explain at least half of the norm's error.

@@ -3,11 +3,11 @@ report on all ranks.
 
 [Note: order of collectives]
     Ranks that share parameters, directly or through other ranks, form a connected component. Before the step, all ranks
-    of a component rebuild the layout table of Muon's parameters with the code that made the table for the plan. Then
-    the sets of ranks that share parameters run one gather each, from the smallest set to the largest, to agree on the
-    matrices that all ranks of a set could read. After the step, each sampled matrix is assembled in one exchange
-    between the ranks that store its parts. Then the ranks of each set gather fingerprints of their replicas. Finally,
-    all ranks of the component share their findings.
+    of a component rebuild the layout table, which lists the part of each of Muon's parameters that each rank stores,
+    with the code that made the table for the plan. Then the sets of ranks that share parameters run one gather each,
+    from the smallest set to the largest, to agree on the matrices that all ranks of a set could read. After the step,
+    each sampled matrix is assembled in one exchange between the ranks that store its parts. Then the ranks of each set
+    gather fingerprints of their replicas. Finally, all ranks of the component share their findings.
 
     An exception that can occur on a single rank is caught and reported as a finding, so that the rank still takes part
     in every collective.
@@ -150,9 +150,9 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the layouts
 
     def _described(self) -> Table | None:
-        """Rebuild the layout table of Muon's parameters, and compare it with the table from which the plan was made.
-        Return None if the ranks do not agree on a table. Collective over all ranks that share parameters, directly or
-        through other ranks."""
+        """Rebuild the layout table, which lists the part of each of Muon's parameters that each rank stores, and
+        compare it with the table from which the plan was made. Return None if the ranks do not agree on a table.
+        Collective over all ranks that share parameters, directly or through other ranks."""
         component, fault, listed = self._binding.component, Fault(), list[Listed]()
         with fault:
             listed = self._listed()
@@ -264,8 +264,8 @@ class StepAudit:
         return [self._proposal.grads[sample.row.order[0]] is not None] if len(sample.before["weights"][1]) else []
 
     def _read(self, number: int, matrix: int, target: int) -> _Sample | None:
-        """Read this rank's part of a matrix before the step. Return None if the plan does not divide the parameter into
-        the same matrices as the newly built layout table does."""
+        """Read this rank's part of a matrix before the step. Return None if the plan divides the parameter into other
+        matrices than the parameter's current layout does."""
         one, layout, plan = self._params[number], self._layouts[number], self._binding.plan
         if layout.view != plan.specs[number].layout.view:
             return None

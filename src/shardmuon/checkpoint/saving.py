@@ -4,8 +4,8 @@ number of ranks than it was saved with.
 [Note: plain shards]
     DCP assumes that a plain tensor is the same on every rank and writes the tensor of one rank. If a plain tensor is a
     shard, as in tensor parallelism or with FSDP1's original parameters, all shards but one would be silently lost. So
-    this module replaces each plain shard with a `_Shard`, which takes its position in the whole tensor from the layout
-    table. Files therefore contain whole tensors.
+    this module replaces each plain shard with a `_Shard`, whose position in the whole tensor comes from the tensor's
+    layout. Files therefore contain whole tensors.
 
 [Note: files run no code]
     DCP unpickles its metadata and every value that is not a tensor, and unpickling calls any function that the file

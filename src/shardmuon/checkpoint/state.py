@@ -219,8 +219,8 @@ def _read_param(
     Args:
         p: The parameter.
         found: The parameter's saved state.
-        group: The parameter's merged group.
-        theirs: The parameter's saved group.
+        group: The parameter's group in the optimizer, after the options of the saved group have been merged in.
+        theirs: The saved group that contains the parameter.
         keeper: Object that determines the dtype and device of the momentum.
 
     Raises:

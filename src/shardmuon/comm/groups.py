@@ -57,7 +57,7 @@ class _Made:
     lanes: dict[Ranks, Lane] = field(default_factory=dict)
 
 
-# dict from each default process group to the process groups and lanes that were created under it
+# dict from each default process group to the process groups and lanes (channels for short messages) made under it
 _MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
 
 

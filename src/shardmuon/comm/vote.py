@@ -143,10 +143,12 @@ class Flag(IntFlag):
 
     Attributes:
         FAULT: The rank has an error and cannot proceed.
-        STALE: The rank's cached binding (`Agreed`) is missing or does not match the rank's parameters.
+        STALE: The rank's cached binding (data that ranks have built together) is missing or does not match the rank's
+            parameters.
         AUDIT: The rank requests that this optimizer step be audited.
         UNLIKE: The digests of some set of ranks differ. Only a verdict can have this flag.
-        BEYOND: The rank belongs to a set that has ranks outside this vote, so this vote does not cover the component.
+        BEYOND: The rank belongs to a set that has ranks outside this vote, so this vote does not cover all connected
+            ranks.
     """
 
     NONE = 0
@@ -179,8 +181,8 @@ _Message = tuple[int, int, int, int]  # message of a rank in a vote: (phase, fla
 
 
 def vote(ballot: Ballot, component: Ranks) -> Ballot:
-    """Merge the ballots of all ranks of a component (all connected ranks) into a verdict. Collective over the
-    component. All ranks return the same verdict.
+    """Merge the ballots (messages) of all ranks of a component (all connected ranks) into one ballot, the verdict.
+    Collective over the component. All ranks return the same verdict.
 
     Raises:
         ExchangeError: A rank did not answer in time, or its process has ended.
@@ -392,7 +394,8 @@ class Call(ABC, Generic[_K]):
 
     Attributes:
         phase: The operation on which the ranks vote, such as a step.
-        renews: True to rebuild the cached bindings if ranks have different ones; False to raise an error.
+        renews: True to rebuild the cached bindings (data that ranks have built together) if ranks have different ones;
+            False to raise an error.
         doing: Verb for error messages, such as "clip".
         rule: Sentence for error messages that states what must be equal on all ranks of a set.
     """
@@ -414,7 +417,8 @@ class Call(ABC, Generic[_K]):
 
     def before(self) -> Ranks | None:
         """Return the ranks that took part in this rank's last vote, or None if this rank has not yet voted under the
-        current default process group. The method is called only on a rank without a cached binding."""
+        current default process group. The method is called only on a rank without a cached binding (data that ranks
+        have built together)."""
         return None
 
     @abstractmethod
@@ -434,9 +438,9 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def read(self, kept: _K) -> Ballot:
-        """Read all inputs of the call, such as gradients, and return this rank's ballot, with flags for conditions such
-        as a due audit. This method must not change weights, gradients or momentum, because the vote can still reject
-        the call."""
+        """Read all inputs of the call, such as gradients, and return this rank's ballot (its message in the vote), with
+        flags for conditions such as a due audit. This method must not change weights, gradients or momentum, because
+        the vote can still reject the call."""
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
@@ -460,8 +464,9 @@ class Call(ABC, Generic[_K]):
         )
 
     def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:
-        """Vote until all ranks of the component (all connected ranks) can make the call. If a rank has a stale binding,
-        all ranks rebuild the binding and vote again. Collective over the component.
+        """Vote until all ranks of the component (all connected ranks) can make the call. If a rank's cached binding
+        (data that ranks have built together) is out of date, all ranks rebuild the binding and vote again. Collective
+        over the component.
 
         Args:
             fault: Record of this rank's error, if this rank already has one.
@@ -520,8 +525,8 @@ class Call(ABC, Generic[_K]):
         """Find out why a vote failed, and raise Refused with the reason on every rank. Collective over the component
         (all connected ranks).
 
-        If ranks have different cached bindings and `renews` is True, return on every rank instead, so that the caller
-        rebuilds the bindings.
+        If ranks have different cached bindings (data that ranks have built together) and `renews` is True, return on
+        every rank instead, so that the caller rebuilds the bindings.
         """
         component, token = kept.component, kept.token if self.renews else b""
         everyone = gather({(): token, **digests}, component, fault)

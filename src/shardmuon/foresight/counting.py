@@ -29,7 +29,8 @@ _Ints = NDArray[np.int64]
 
 
 class _Matrices(NamedTuple):
-    """Matrices of one bucket that have the same shape and that one rank orthogonalizes by the same method.
+    """Matrices of one bucket (group of matrices that are processed together) that have the same shape and that one rank
+    orthogonalizes by the same method.
 
     Attributes:
         rows, cols: Shape of each matrix.
@@ -124,8 +125,8 @@ class BucketCount:
 
     @property
     def exchanges(self) -> int:
-        """Number of all-to-all calls for the bucket: two if the bucket has a gather and a scatter, plus one if it has a
-        relay, which forwards results to other replicas."""
+        """Number of all-to-all calls for the bucket (group of matrices): two if the bucket has a gather and a scatter,
+        plus one if it has a relay, which forwards results to other replicas."""
         return 2 * self.gathers + self.relays
 
     @staticmethod
@@ -137,8 +138,8 @@ class BucketCount:
             node_of: Function that maps a rank to the index of its node.
 
         Returns:
-            Dict from each rank in the plan, in ascending order, to the rank's work in each of its buckets, in the
-            plan's order.
+            Dict from each rank in the plan, in ascending order, to the rank's work in each of its buckets (groups of
+            matrices), in the plan's order.
         """
         found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
         ways = _ways_in(plan)
@@ -171,7 +172,8 @@ class _Ways(NamedTuple):
 
 def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
     """Make a function that maps a matrix of the plan to its tiles (parts of the matrix) and to the ranks that exchange
-    these tiles. The function caches its results, because matrices with equal layouts and owners have equal tiles."""
+    these tiles. The function caches its results, because matrices with equal layouts that the same ranks orthogonalize
+    have equal tiles and exchanges."""
 
     @cache
     def stored(layout: ParamLayout, matrix: int) -> tuple[_Ints, _Ints, list[Piece]]:
@@ -196,7 +198,8 @@ def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
 def _counts(
     plan: Plan, number: int, bucket: Bucket, ways: Callable[[Item], _Ways], node_of: Callable[[int], int]
 ) -> Iterator[BucketCount]:
-    """Yield the work of each rank in one bucket of the plan. `number` is the index of the bucket."""
+    """Yield the work of each rank in one bucket (group of matrices) of the plan. `number` is the index of the
+    bucket."""
     items, ranks = [plan.items[n] for n in bucket.items], _ints(bucket.ranks)
     owned, batches = defaultdict[int, Counter[tuple[Any, ...]]](Counter), Counter[int]()
     for item in items:

@@ -126,8 +126,8 @@ class _Known:
         return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
-        # A value with slope 1 is a time. Beyond the last size, the time grows with the size. Below the first size, the
-        # time is constant, because latency dominates short operations.
+        # A value whose `slope` is 1 is a time. Beyond the last size in the table, the time grows in proportion to the
+        # size. Below the first size, the time is constant, because latency dominates short operations.
         sizes, *ends = zip(*rows, strict=True)
         beyond = max(1.0, size / sizes[-1]) ** self.slope
         value = beyond * np.array([_between(size, sizes, values) for values in ends])

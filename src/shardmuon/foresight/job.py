@@ -276,8 +276,9 @@ class _Unit(NamedTuple):
     stage: int = 0
 
     def elements(self) -> NDArray[np.int64]:
-        """Count the unit's elements on each rank. Return an array of shape (4, ranks), whose rows count the elements
-        that Muon updates, the elements that AdamW updates, the stored weights, and the scales of 8-bit momentum."""
+        """Count the elements of the unit (set of parameters that are planned together) on each rank. Return an array of
+        shape (4, ranks), whose rows count the elements that Muon updates, the elements that AdamW updates, the stored
+        weights, and the scales of 8-bit momentum."""
         muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
         held = {layout: _held(layout) for layout in {layout for _, layout, _ in self.placed}}
         for param, layout, _ in self.placed:
@@ -391,7 +392,8 @@ def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
 
 
 def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Unit]:
-    """Make one unit per optimizer group, because ZeRO puts the parameters of a group into one flat buffer.
+    """Make one unit (set of parameters that are planned together) per optimizer group, because ZeRO puts the parameters
+    of a group into one flat buffer.
 
     The buffer is padded at the end to a multiple of 2 x ranks elements and split into one equal part per rank
     (`nccl_start_alignment_factor` in DeepSpeed's stage_1_and_2.py, 0.19).
@@ -477,28 +479,30 @@ class _RankClass:
 
     @property
     def count(self) -> int:
-        """Number of ranks in the class."""
+        """Number of ranks in this class of ranks that do equal work."""
         return len(self.ranks)
 
     @property
     def flops(self) -> int:
-        """Number of floating point operations that a rank of this class spends on orthogonalization in one step."""
+        """Number of floating point operations that each of the class's ranks, which do equal work, spends on
+        orthogonalization in one step."""
         return sum(m.num * m.flops for bucket in self.buckets for m in bucket.matrices)
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Bytes that a rank of this class sends in a step, as (to ranks on its node, to other nodes). The sum of the
-        two equals the step's `Traffic.bytes_sent`."""
+        """Bytes that each of the class's ranks, which do equal work, sends in a step, as (to ranks on its node, to
+        other nodes). The sum of the two equals the step's `Traffic.bytes_sent`."""
         sides = [side for bucket in self.buckets for side in bucket.sent]
         return sum(side.inside for side in sides), sum(side.across for side in sides)
 
     @property
     def peak(self) -> int:
-        """Upper bound on the bytes that a step needs on a rank of this class, in addition to the bytes `stored` between
-        steps.
+        """Upper bound on the bytes that a step needs on each of the class's ranks, which do equal work, in addition to
+        the bytes `stored` between steps.
 
-        The bound covers the batches and exchange buffers of two buckets, a workspace of four times the batches of one
-        bucket, and 8 bytes for each element whose momentum is updated at the same time (see docs/memory.md).
+        The bound covers the batches and exchange buffers of two buckets (groups of matrices), a workspace of four times
+        the batches of one bucket, and 8 bytes for each element whose momentum is updated at the same time (see
+        docs/memory.md).
         """
         moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
         work = max((b.batches for b in self.buckets), default=0)
@@ -507,12 +511,13 @@ class _RankClass:
 
     @property
     def exchanges(self) -> int:
-        """Number of all-to-all calls that a rank of this class makes in a step."""
+        """Number of all-to-all calls that each of the class's ranks, which do equal work, makes in a step."""
         return sum(bucket.exchanges for bucket in self.buckets)
 
     @property
     def orthogonalized(self) -> int:
-        """Number of matrices that a rank of this class orthogonalizes in a step. It equals `Traffic.orthogonalized`."""
+        """Number of matrices that each of the class's ranks, which do equal work, orthogonalizes in a step. It equals
+        `Traffic.orthogonalized`."""
         return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 
@@ -646,7 +651,7 @@ class Exact:
 
     @property
     def largest(self) -> _RankClass:
-        """Class of the ranks that need the most memory during a step."""
+        """The class (set of ranks that do equal work) whose ranks need the most memory during a step."""
         return max(self.classes, key=lambda c: c.stored.total + c.peak)
 
 
@@ -724,7 +729,7 @@ def _voting(plan: Plan) -> set[int]:
 
 
 def _classes_of(shares: Mapping[int, Sequence[_RankClass]]) -> tuple[_RankClass, ...]:
-    """Group ranks into classes with equal counts in all units.
+    """Group ranks into classes with equal counts in all units (sets of parameters that are planned together).
 
     Args:
         shares: Dict from rank to the rank's counts in each of its units, each as a `_RankClass` with empty `ranks`.

@@ -48,7 +48,7 @@ _Pick = Mapping[str, int]
 _Ends = NDArray[np.float64]  # array of shape (3,) with the best, middle and worst value of an estimate
 # dict from the name of an uncertain factor to the part of an estimated time, in seconds, that depends on the factor
 _Seconds = dict[str, _Ends]
-_Key = tuple[object, ...]  # identifier of a bucket, equal on all ranks that exchange the bucket's matrices
+_Key = tuple[object, ...]  # identifier of a bucket (group of matrices), equal on all ranks that exchange the bucket
 
 
 class Time(NamedTuple):
@@ -399,14 +399,16 @@ def _group(stage: int, bucket: BucketCount) -> _Key:
 
 
 def _fragments_of(exact: Exact) -> dict[_Key, int]:
-    """Estimate how many fragments (parts of matrices) a rank holds in each bucket, and return a dict from bucket key to
-    this number. A rank is assumed to hold one fragment of each matrix that is sharded over its group of ranks."""
+    """Estimate how many fragments (parts of matrices) a rank holds in each bucket (group of matrices), and return a
+    dict from bucket key to this number. A rank is assumed to hold one fragment of each matrix that is sharded over its
+    group of ranks."""
     owned, members = defaultdict[_Key, int](int), defaultdict[_Key, float](float)
     for rank in exact.classes:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            # Each of the n ranks that exchange a bucket adds 1/n to `members`, so `members` counts groups of n ranks.
+            # Each of the n ranks that exchange a bucket (group of matrices) adds 1/n to `members`, so `members` counts
+            # groups of n ranks.
             members[key] += rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 

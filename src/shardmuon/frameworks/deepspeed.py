@@ -279,8 +279,8 @@ class _DeepSpeedHost(Host):
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # Put the variant's state for the matrices of all groups into the first group, because ZeRO stage 3 loads
-            # only the first group of a universal checkpoint.
+            # Put the Muon variant's state (such as NorMuon's second moments) for the matrices of all groups into the
+            # first group, because ZeRO stage 3 loads only the first group of a universal checkpoint.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries

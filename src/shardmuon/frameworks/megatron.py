@@ -496,22 +496,22 @@ class _ShardHost(_Unfinished):
         self._restore(core)
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict as torch does. In addition, restore the variant's per-matrix state, which is saved in the
-        groups. Collective over all ranks."""
+        """Load a state dict as torch does. In addition, restore the Muon variant's per-matrix state (such as NorMuon's
+        second moments), which is saved in the groups. Collective over all ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().load(core, state_dict)
-        for weight in self.weights(core):  # Remove the variant's old state, because Megatron loads into existing state.
+        for weight in self.weights(core):  # Remove the Muon variant's old state: Megatron loads into existing state.
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
-            # Always copy. If some ranks loaded a tensor whose weight norms a step has already checked, the ranks would
-            # disagree on which weight norms the next step must check.
+            # Always copy, because the next step checks the weight norms in state tensors that no step has checked yet.
+            # If a step had checked the loaded tensors on some ranks only, the ranks would disagree on what to check.
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
     def _checked(self, core: Any, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Check the groups of a state dict. Return the variant's state (a dict from parameter name to the parameter's
-        per-matrix state) and the step count.
+        """Check the groups of a state dict. Return the Muon variant's state (a dict from parameter name to the
+        parameter's per-matrix state) and the step count.
 
         Raises:
             ValueError: The groups have different step counts, or state that the variant needs is missing although steps
@@ -538,8 +538,8 @@ class _ShardHost(_Unfinished):
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Put the state that the variant stores per matrix into the first saved group, by parameter name. Megatron's
-        checkpoints cannot save this state as optimizer state, because they save only Adam's state keys."""
+        """Put the state that the Muon variant stores per matrix into the first saved group, by parameter name.
+        Megatron's checkpoints cannot save this state as optimizer state, because they save only Adam's state keys."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
     def step(self, core: Any, fault: Fault) -> None:

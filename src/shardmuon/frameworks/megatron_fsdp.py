@@ -252,7 +252,8 @@ class _MegatronFSDPHost(Host):
                     offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
                     _mark(_ENGINE.storage(value), offsets)
                 elif type(value) is Tensor:
-                    vars(value).pop("__create_write_items__", None)  # rows may have moved since the last save
+                    # the rows that this rank stores may have changed since the last save
+                    vars(value).pop("__create_write_items__", None)
                     if param.numel() and not _ENGINE.storage(param).numel():
                         value.__create_write_items__ = _no_items  # type: ignore[attr-defined]
 

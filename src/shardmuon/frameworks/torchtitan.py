@@ -49,7 +49,8 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         self.optimizers = [Muon(part, **options) for part in model_parts]
         for index, optimizer in enumerate(self.optimizers):
             logger.info(f"Muon (model_part={index}):\n{optimizer}")
-            # torchtitan creates missing state by a step with zero gradients, except where some parameter has state
+            # torchtitan takes a step with zero gradients to create the state of an optimizer that has none, so create
+            # the state here.
             optimizer.complete_state()
         params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._validate_params(params)

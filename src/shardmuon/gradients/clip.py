@@ -322,8 +322,8 @@ class _Clipping(TableCall[_BoundGradients]):
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
-        """Read this rank's gradients, compute the norms of those that this rank counts, and return this rank's ballot
-        for the vote."""
+        """Read this rank's gradients, compute the norms of those that this rank includes in the norm of all gradients,
+        and return this rank's ballot for the vote."""
         self.states, self.held = [GradientState.NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             if one.param.grad is None:
@@ -343,8 +343,8 @@ class _Clipping(TableCall[_BoundGradients]):
         return Ballot(self.phase, Flag.NONE, said, align)
 
     def _count(self, kept: _BoundGradients) -> None:
-        """Compute the norms of the gradients that this rank counts, and the fingerprints of loose gradients (gradients
-        that may have replicas on other ranks)."""
+        """Compute the norms of the gradients that this rank includes in the norm of all gradients, and the fingerprints
+        of loose gradients (gradients that may have replicas on other ranks)."""
         own = {n: local for n, local in self.held.items() if n in kept.counted}
         norms, self.loose = dict[tuple[Ranks, Ints], float](), []
         for key, numbers in kept.loose.items():

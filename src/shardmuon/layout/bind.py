@@ -340,7 +340,7 @@ def _compare_replicas(
     fault: Fault,
 ) -> None:
     """Compare the replicas of each parameter by their fingerprints, and raise an error on all ranks if any rank finds a
-    difference or already has an error. Collective over `component`."""
+    difference or already has an error. Collective over `component` (all connected ranks)."""
     # Fingerprint of each replicated parameter's local storage. The keys are tuples (set of ranks, position of the
     # parameter among the parameters that these ranks share).
     prints = dict[tuple[Ranks, int], int]()
@@ -396,7 +396,7 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def listed(self) -> list[Listed]:
-        """Return the parameters of this rank whose layouts a new table must contain."""
+        """Return the parameters of this rank whose layouts a new layout table must contain."""
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
         """Return the name, tensor and group of every parameter for which other ranks may be waiting for this rank,

@@ -293,9 +293,10 @@ class ParamLayout:
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
-        """Tiles of each matrix, as one dict per matrix. The dict maps each rank that stores part of the matrix, in
-        ascending order, to the rank's tiles in storage order."""
-        # Tiles are computed once for each distinct piece, because ranks with replicas have equal pieces.
+        """Tiles of each matrix, as one dict per matrix. A tile is the part of the matrix in one stored piece of the
+        tensor. The dict maps each rank that stores part of the matrix, in ascending order, to the rank's tiles in
+        storage order."""
+        # Tiles are computed once for each distinct piece, because replicas of a piece have equal tiles.
         distinct = set(itertools.chain.from_iterable(self.held))
         of_held = {held: _tiles_of(held, self.view) for held in distinct}
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]

@@ -136,7 +136,7 @@ def matrix_view(
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    # if each repeat is a single block, the blocks of all repeats are adjacent and form one large block
+    # If each repeat of `split_sizes` is one block, the blocks of all repeats are adjacent and form one large block.
     if len(blocks) == 1:
         blocks, groups = (blocks[0] * groups,), 1
     d = of_rows + split_dim
@@ -179,7 +179,7 @@ def _block(
     dims: Ints, of_rows: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
 ) -> _Matrix:
     """Make the `_Matrix` for one block of a tensor's rows or columns. `block`: (index of the matrix in a stack, first
-    index of the block within a repeat, size of the block)."""
+    index of the block within a repeat of `split_sizes`, size of the block)."""
     expert, first, size = block
     sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # numbers of rows and columns of the stored block
     sides[split_dim] = size * groups
@@ -207,8 +207,8 @@ def _blocks_of(
     given: Sequence[int] | int | None,
     split_groups: int,
 ) -> tuple[Ints, int]:
-    """Check that `split_sizes` and `split_groups` fit the shape. Return the sizes of the blocks in one repeat, and the
-    number of repeats."""
+    """Check that `split_sizes` and `split_groups` fit the shape. Return the sizes of the blocks in one repeat of
+    `split_sizes`, and the number of repeats."""
     height, what = size_of[split_dim], ("row", "column")[split_dim]
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")

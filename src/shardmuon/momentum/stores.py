@@ -42,7 +42,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # used in place of 16 random bits to round to nearest
+_NEAREST = 0x8000  # value in place of an element's 16 random bits that selects rounding to nearest
 
 
 @dataclass(frozen=True)

@@ -351,8 +351,8 @@ def _normalize(
 
 
 def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # returns shape (B, 1, 1)
-    """Compute the Frobenius norm of each matrix. The elements are summed in the order of [Note: the order of a
-    norm]."""
+    """Compute the Frobenius norm of each matrix. The elements are summed in row-major order, in chunks (see [Note: the
+    order of a norm])."""
     if x.shape[-2] * x.shape[-1] > _CHUNK:
         return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
     # copy the matrices if the elements of a row, or neighboring rows, are not adjacent in memory
@@ -404,7 +404,7 @@ def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
 
 
 def _newton_schulz(
-    # (B, m, n) or (m, n), aligned as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
+    # (B, m, n) or (m, n); each matrix starts at a multiple of 64 bytes and has norm 1 and dtype `products.operands`
     y: Tensor,
     coefficients: Triples,
     products: Products,
@@ -438,15 +438,17 @@ def _newton_schulz(
     return y
 
 
-# For each dtype, the largest allowed product of the coefficients a between two restarts (see [Note: restarts]). The
-# limit of 42 allows three of Jordan's steps or two steps of Polar Express.
+# For each dtype, the largest allowed product of the coefficients a between two restarts, which recompute the Gram
+# matrix (see [Note: restarts]). The limit of 42 allows three of Jordan's steps or two steps of Polar Express.
 _MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
-# aspect ratio n/m above which a local restart takes less work than a restart from X (see [Note: restarts])
+# Aspect ratio n/m above which recomputing the Gram matrix R from its initial value R_0 (a local restart) takes less
+# work than recomputing it from X (see [Note: restarts]).
 _LOCAL_ASPECT = 7 / 3
 
 
 def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
-    """True if the Gram form restarts an m x n matrix (m <= n) locally, without X (see [Note: restarts])."""
+    """True if the Gram form of an m x n matrix (m <= n) restarts locally, that is, recomputes the Gram matrix without X
+    (see [Note: restarts])."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(_plan_restarts(coefficients, dtype)) == 1
 
 
@@ -456,9 +458,9 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
     """
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
-        # If the slope since the last restart (the product of the coefficients a) is below 1, count it as 1: the
-        # rounding errors of the next step are amplified by the later steps, no matter how much the earlier steps have
-        # shrunk the values.
+        # If the slope (the product of the coefficients a) since the last restart, which recomputed the Gram matrix, is
+        # below 1, count it as 1: the rounding errors of the next step are amplified by the later steps, no matter how
+        # much the earlier steps have shrunk the values.
         slope = max(slope, 1.0) * abs(a)
         if step and slope > _MOST_SLOPE[dtype]:
             found.append(step)
@@ -467,7 +469,7 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
 
 
 def _gram_newton_schulz(
-    # (B, m, n) or (m, n), aligned as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
+    # (B, m, n) or (m, n); each matrix starts at a multiple of 64 bytes and has norm 1 and dtype `products.operands`
     y: Tensor,
     coefficients: Triples,
     products: Products,
@@ -475,7 +477,7 @@ def _gram_newton_schulz(
     """Run the steps of `_newton_schulz` on the smaller Gram matrix of `y` (see [Note: the Gram form])."""
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     ends = itertools.pairwise((0, *_plan_restarts(coefficients, products.dtype), len(coefficients)))
-    # each segment consists of the steps between two restarts
+    # each segment consists of the steps between two restarts, which recompute the Gram matrix
     first, *others = (coefficients[start:stop] for start, stop in ends)
     if _restarts_locally(short, long, coefficients, products.dtype):
         wide = products.gram_fp32(y)
@@ -583,7 +585,7 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
 
     Operations are counted as in the tables published with Gram Newton-Schulz. For m <= n and k quintic steps on an
     accelerator, the count is 4 k m^2 n + 2 k m^3 for "standard", and 4 m^2 n + (8 k - 6) m^3 for "gram" without
-    restarts.
+    restarts (recomputations of the Gram matrix).
 
     Args:
         method: "standard" or "gram"; other methods are counted as "standard".
@@ -601,12 +603,12 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     if method != "gram":
         return round(steps * twice + squares * small * symmetric_share)
     restarts = len(_plan_restarts(coefficients, dtype))
-    # In the Gram form, each segment between restarts computes one product for the matrix Q in every step except the
-    # first, and two products for the matrix R in every step except the last.
+    # In the Gram form, each segment between restarts (recomputations of the Gram matrix R) computes one product for the
+    # matrix Q in every step except the first, and two products for the matrix R in every step except the last.
     of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if _restarts_locally(m, n, coefficients, dtype):
-        # A local restart adds the split products of `Products.sandwich`, and one product that combines the matrices Q
-        # of two segments.
+        # A local restart (which recomputes the Gram matrix R without X) adds the split products of `Products.sandwich`,
+        # and one product that combines the matrices Q before and after the restart.
         return round(twice + of_small + restarts * (3 * small + 2 * small * symmetric_share))
     return round((1 + restarts) * twice + of_small)
 
@@ -671,10 +673,10 @@ def _operands(
     shape: Sequence[int],  # (B, m, n), or (m, n) for single matrices
     products: Products,
     unit: bool,  # True if every matrix already has norm 1 (or 0)
-) -> Tensor:  # (B, m, n) or (m, n), aligned as in `empty_batch`
+) -> Tensor:  # (B, m, n) or (m, n); each matrix starts at a multiple of 64 bytes
     """Prepare the matrices of a batch for multiplication: divide each by its Frobenius norm, and round it to the dtype
-    of the products. A batch that is not full is padded with zero matrices. A full batch that needs no preparation is
-    returned without a copy.
+    of the products. A batch of fewer than B matrices is padded with zero matrices. Matrices that need neither
+    preparation nor padding are returned without a copy.
     """
     missing = 0 if len(shape) == 2 else shape[0] - len(x)
     if unit and not missing and x.dtype == products.dtype == products.operands and _lies_in_slots(x):

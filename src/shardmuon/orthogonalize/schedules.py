@@ -31,7 +31,7 @@ import numpy as np
 Triples = tuple[tuple[float, float, float], ...]  # one triple (a, b, c) for each step
 
 _MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
-_LARGEST = 2.0  # larger outputs count as divergence; the outputs of all schedules in this file stay under 1.6
+_LARGEST = 2.0  # a schedule with a larger output counts as divergent; the outputs of all schedules below are under 1.6
 _GRID = 200_001
 
 
@@ -141,12 +141,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # name of this schedule in Emerging-Optimizers and Megatron
+    "simple": "keller",  # "simple" is the name of "keller" in Emerging-Optimizers and Megatron
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # name of this schedule in Emerging-Optimizers
+    "deepseekv4": "deepseek_v4",  # "deepseekv4" is the name of "deepseek_v4" in Emerging-Optimizers
     "cubic5": "cubic",
 }
 

@@ -104,7 +104,8 @@ class Item(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key by which a plan sorts its items: (index of the parameter, index of the matrix in the parameter)."""
+        """Key by which a plan sorts its items (matrices): (index of the parameter, index of the matrix in the
+        parameter)."""
         return self.param, self.matrix
 
     @property
@@ -142,7 +143,7 @@ class Bucket(NamedTuple):
 
     @property
     def exchange(self) -> bool:
-        """True if the bucket's matrices are exchanged between ranks."""
+        """True if ranks exchange the matrices of the bucket."""
         return self.route != "local"
 
 
@@ -186,7 +187,7 @@ class Plan:
                 if bucket.exchange and bucket.ranks == ranks
             ]
             # The digest leaves out local buckets (matrices that are not exchanged), because these buckets depend on
-            # parameters that the owner shares with ranks outside this set.
+            # parameters that the owner (the rank that orthogonalizes the matrices) shares with ranks outside this set.
             local = [item for n, item in items.items() if self.items[n].route == "local"]
             found[ranks] = digest_of([specs, moving, local])
         return found
@@ -214,7 +215,8 @@ class Plan:
 
 
 def _rows(plan: Plan) -> str:
-    """Format the matrices of a plan as a text table, bucket by bucket."""
+    """Format the matrices of a plan as a text table, one bucket (matrices that are exchanged together) after
+    another."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):

@@ -37,7 +37,7 @@ from shardmuon.price.machines import Machine
 _NO_GAIN = 102
 _LATENCIES = 3
 # Values that `_cuts` tries for the minimum number of waves. A wave is a part of the matrices that becomes one or more
-# buckets.
+# buckets (sets of matrices that are exchanged together).
 _NUMS = (*range(1, 21), 24, 32)
 _TAILS = (1, 2, 4)
 # Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The values are those in
@@ -45,7 +45,7 @@ _TAILS = (1, 2, 4)
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # key of a matrix: (index of the parameter in the plan, index of the matrix in the parameter)
-_Share = list[Item]  # share: matrices that are planned as one bucket
+_Share = list[Item]  # share: matrices that are planned as one bucket, which is exchanged and orthogonalized together
 
 
 class _Way(NamedTuple):
@@ -108,16 +108,17 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
     layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
     able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
-    # To orthogonalize a matrix, its owner needs the variant's state for the matrix. If a stack of experts is sharded,
-    # only some ranks store this state.
+    # To orthogonalize a matrix, its owner needs the Muon variant's state (such as NorMuon's) for the matrix. If a stack
+    # of experts is sharded, only some ranks store this state.
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
     return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix])
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
-    """Return a copy of an `Item` (a matrix to orthogonalize) with the given owners. The copy's route is "local" if no
-    other rank stores any element of the matrix or of a state tensor that the owners must send."""
+    """Return a copy of an `Item` (a matrix to orthogonalize) with the given owners (the ranks that orthogonalize it).
+    The copy's route is "local" if no other rank stores any element of the matrix or of a state tensor that the owners
+    must send."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
     stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
     return item._replace(owners=owners, route="local" if stays else item.route)
@@ -195,8 +196,9 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Mac
 
 
 def _cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> _Way:
-    """Choose the buckets with the shortest estimated time for the matrices that a set of ranks shares. The owners, the
-    ranks that orthogonalize the matrices, have already been chosen."""
+    """Choose the buckets (sets of matrices that are exchanged together) with the shortest estimated time for the
+    matrices that a set of ranks shares. The owners, the ranks that orthogonalize the matrices, have already been
+    chosen."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():
@@ -235,8 +237,8 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
 
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
-    """Group matrices that can be in the same bucket. Each key is a `Bucket` without items that describes the common
-    properties of the matrices in its group."""
+    """Group matrices that can be in the same bucket (a set of matrices that are processed together). Each key is a
+    `Bucket` without items that describes the common properties of the matrices in its group."""
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
@@ -247,9 +249,9 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 
 
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
-    """Divide matrices that are not exchanged into buckets. There are as few buckets as the maximum size of a bucket
-    allows. The default maximum is 4 MiB on a CPU, so that temporaries stay in the cache. On other devices, it is 1/32
-    of the size of the matrices' momentum in fp32, but at least 32 MiB."""
+    """Divide matrices that are not exchanged into buckets, which are processed one after another. There are as few
+    buckets as the maximum size of a bucket allows. The default maximum is 4 MiB on a CPU, so that temporaries stay in
+    the cache. On other devices, it is 1/32 of the size of the matrices' momentum in fp32, but at least 32 MiB."""
     default = max(32 * 2**20, 4 * sum(item.numel for item in share) // 32)
     most = (policy.bucket_bytes or (4 * 2**20 if alike.kind == "cpu" else default)) // alike.itemsize
     return _shares_of(_lines(share), max(1, most), 1)[::-1]
@@ -258,16 +260,16 @@ def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
 def _by_price(
     alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy
 ) -> tuple[list[_Share], int, str]:
-    """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the shortest, choose the
-    one that needs the least memory. Return the buckets, their estimated time in nanoseconds, and a line for the printed
-    plan."""
+    """Split exchanged matrices into buckets, each of which is exchanged as a whole. Among the splits whose estimated
+    time is close to the shortest, choose the one that needs the least memory. Return the buckets, their estimated time
+    in nanoseconds, and a line for the printed plan."""
     # Dict from a tuple (largest number of buffered elements on any rank, number of buckets, estimated nanoseconds) to a
-    # division of the matrices into buckets.
+    # division of the matrices into buckets (sets of matrices that are exchanged together).
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
         taken = max(bucket.taken for bucket in buckets)
-        # Estimate the step time for the buckets in the order of `shares` and in the reverse order.
+        # Estimate the step time for both orders in which the buckets can run: that of `shares`, and the reverse order.
         for step in (1, -1)[: len(shares)]:
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     shortest = min(ns for *_, ns in found)
@@ -286,8 +288,8 @@ def _by_price(
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
     """Yield several divisions of exchanged matrices into buckets, among which the caller chooses the best. The matrices
-    are first divided into waves, each of which contains matrices of all owners. Several numbers of waves are tried.
-    Each wave then becomes one bucket or is divided further by owners."""
+    are first divided into waves, each of which contains matrices of all owners (ranks that orthogonalize matrices).
+    Several numbers of waves are tried. Each wave then becomes one bucket or is divided further by owners."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -322,13 +324,14 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]) -> list[_Share]:
-    """Split waves (buckets with matrices of all owners) into parts with different owners. The last wave is split into
-    `tail` parts and the other waves into half as many, so that relays of results to other replicas begin early and the
-    last relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
+    """Split waves (buckets with matrices of all owners, the ranks that orthogonalize them) into parts with different
+    owners. The last wave is split into `tail` parts and the other waves into half as many, so that relays (exchanges
+    that send results to other replicas) begin early and the last relay is short. The owners of each replica are spread
+    evenly over the parts, to balance the relays."""
     found: list[_Share] = []
     for wave in waves:
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        # for each replica, the number of its owners whose matrices have been assigned to a share so far
+        # for each replica, the number of its owners (ranks that orthogonalize) whose matrices are in a share so far
         dealt = Counter[int]()
         for line in sorted(_lines(wave), key=lambda line: (-sum(item.cost for item in line), line[0].owners)):
             replica = prices[line[0].key].replica
@@ -339,9 +342,9 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
 
 
 def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
-    """Split the matrices of all owners into at least `least` shares (buckets), if there are enough matrices. In each
-    share, an owner has at most `most` elements, or a single larger matrix. The work of each owner is spread evenly over
-    the shares."""
+    """Split the matrices of all owners (the ranks that orthogonalize them) into at least `least` shares (buckets), if
+    there are enough matrices. In each share, an owner has at most `most` elements, or a single larger matrix. The work
+    of each owner is spread evenly over the shares."""
     num = max(len(_cut(line, most, least)) for line in lines)
     cut = (_cut(line, most, num) for line in lines)
     return [list(chain.from_iterable(parts)) for parts in zip_longest(*cut, fillvalue=())]
@@ -461,9 +464,9 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory use of a bucket of matrices, whose elements are sent as `itemsize` bytes each."""
-    # Three counters have one value per owner: nanoseconds of computation (`computed`), number of received elements
-    # (`came`), and number of elements that the owner already stores (`kept`). `passed_on` has one value per replica:
-    # the number of relayed elements.
+    # Three counters have one value per owner (rank that orthogonalizes matrices): nanoseconds of computation
+    # (`computed`), number of received elements (`came`), and number of elements that the owner already stores (`kept`).
+    # `passed_on` has one value per replica: the number of relayed elements.
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
@@ -524,8 +527,8 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
 
 
 def _step_ns(buckets: Sequence[_Timed]) -> int:
-    """Estimate the duration of a step, in nanoseconds, if the buckets are executed in the given order (see [Note: the
-    price of buckets])."""
+    """Estimate the duration of a step, in nanoseconds, if the buckets (sets of matrices) are executed in the given
+    order (see [Note: the price of buckets])."""
     slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
     ranks = [
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]

@@ -141,8 +141,8 @@ class Program:
 
     @classmethod
     def of(cls, plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
-        """Make the program of one rank for a bucket. `missing` contains the indices of parameters that are left out
-        because they have no gradient in this step."""
+        """Make the program (list of copies and exchanges) of one rank for a bucket of matrices. `missing` contains the
+        indices of parameters that are left out because they have no gradient in this step."""
         numbers = [n for n in bucket.items if plan.items[n].param not in missing]
         # sort matrices of equal shapes next to each other, so that copies can be merged
         numbers.sort(key=lambda n: _batch_key(plan, n))
@@ -164,8 +164,8 @@ class Program:
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
             """Make the `Wire` (description of an exchange) for the scatter or the relay, in which results are sent.
-            `before` contains the tiles that the previous exchange received, some of which must be forwarded in this
-            exchange. If `kept` is True, the exchange includes the variant's state values."""
+            `before` contains the tiles (parts of matrices) that the previous exchange received, some of which must be
+            forwarded in this exchange. If `kept` is True, the exchange includes the variant's state values."""
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -173,7 +173,8 @@ class Program:
             return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
 
         back, scatter = wire("scatter", kept=False), wire("scatter")
-        # A relay, which sends results to further replicas, is needed if a matrix has one owner and several replicas.
+        # A relay, which sends results to further replicas, is needed if one rank orthogonalizes a matrix of which
+        # several replicas exist.
         relayed = any(bucket.exchange and len(i.owners) == 1 and plan.specs[i.param].layout.has_replicas for i in items)
         return cls(
             bucket=bucket,
@@ -194,8 +195,8 @@ _Ways = defaultdict[tuple[_Phase, bool, int], list[Load]]
 
 
 def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
-    """Return the sort key of one of a bucket's matrices. Matrices that can be orthogonalized in one batch have keys
-    that differ only in the last entry, the index of the matrix."""
+    """Return the sort key of one of the matrices that are exchanged together (a bucket). Matrices that can be
+    orthogonalized in one batch have keys that differ only in the last entry, the index of the matrix."""
     item = plan.items[number]
     return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
@@ -215,12 +216,14 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, Load]]:
     """Yield all parts of an orthogonalized matrix that a rank sends or receives, as (phase, sender, receiver, part). A
-    part is a `Load` without a place. Parts that an owner stores itself have the owner as sender and receiver. Parts
-    exchanged only between other ranks can also be yielded; the caller skips them."""
+    part is a `Load` without a place. Parts that an owner (a rank that orthogonalizes the matrix) stores itself have the
+    owner as sender and receiver. Parts exchanged only between other ranks can also be yielded; the caller skips
+    them."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
-    # A rank that is not the owner of the matrix sends results only to ranks that store the same pieces, in the relay.
+    # A rank that does not orthogonalize the matrix sends results only in the relay, to ranks that store the same
+    # pieces.
     if rank != item.owner_for(layout, rank):
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)
@@ -232,8 +235,8 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     for number, kept in enumerate(spec.kept):
         keepers = kept.layout.tiles[item.matrix]
         for keeper in keepers if kept.travels and rank in keepers else ():
-            # A rank receives a matrix's state from the rank that sends it the first tile of the matrix, or from the
-            # owner if the rank stores no tile.
+            # A rank receives a matrix's state from the rank that sends it the first tile (part of the matrix), or from
+            # the owner (the rank that orthogonalizes the matrix) if the rank stores no tile.
             owner, stored = item.owner_for(layout, keeper), tiles.get(keeper, ())
             sources = [layout.source(tile.held.piece, owner) for tile in stored]
             mate = owner if keeper in sources else next(iter(sources), owner)
@@ -245,10 +248,10 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
 def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
 ) -> tuple[Ints, tuple[Load, ...], tuple[Load, ...]]:
-    """Assign places in the buffer of an exchange to the tiles and state values that a rank sends or receives. The
-    buffer is ordered by the rank at the other end; for each such rank, tiles come before state values. State values are
-    left out unless `kept` is True. Return the number of elements for each rank, the tiles with their places, and the
-    state values with their places."""
+    """Assign places in the buffer of an exchange to the tiles (parts of matrices) and state values that a rank sends or
+    receives. The buffer is ordered by the rank at the other end; for each such rank, tiles come before state values.
+    State values are left out unless `kept` is True. Return the number of elements for each rank, the tiles with their
+    places, and the state values with their places."""
     at, splits, loads = 0, list[int](), list[Load]()
     for other in bucket.ranks:
         first, parts = at, (load for load in ways[phase, sends, other] if kept or load.number < 0)
@@ -261,8 +264,8 @@ def _packed(
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
-    """List the copies that move received tiles from one exchange's receive buffer to the next exchange's send
-    buffer."""
+    """List the copies that move received tiles (parts of matrices) from one exchange's receive buffer to the next
+    exchange's send buffer."""
     # The first three fields of a tile (matrix, start and sizes) identify the tile. Its field `held`, the location in
     # storage, differs between replicas.
     places = {(load.param, load.tile[:3]): load.place for load in came}

@@ -19,8 +19,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# Number of later buckets that a rank computes before it waits for a bucket's relay, the exchange that forwards results
-# to other replicas. Relays are often slow.
+# Number of later buckets (sets of matrices) that a rank computes before it waits for a bucket's relay, the exchange
+# that forwards results to other replicas. Relays are often slow.
 _BESIDE = 4
 
 _Turn = Literal["begin", "compute", "apply", "finish"]
@@ -84,7 +84,8 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Time span of one phase of a bucket on one rank. A phase is either a computation or an exchange."""
+    """Time span of one phase of a bucket (a set of matrices) on one rank. A phase is either a computation or an
+    exchange."""
 
     bucket: int
     phase: _Phase
@@ -155,7 +156,8 @@ class Course:
         """Simulate one optimizer step on all ranks.
 
         Args:
-            ranks: For each rank, the times of its buckets, in the plan's order.
+            ranks: For each rank, the times of its buckets (sets of matrices that are processed together), in the plan's
+                order.
             first: Time that every rank spends on host work and on votes before its first bucket.
             last: Time that each rank spends on AdamW after its last bucket.
             overlap: Fraction of an exchange that can overlap with computation, from 0 to 1.
@@ -171,8 +173,9 @@ class Course:
         awaited = dict.fromkeys(runs, _Exchange(0))
         while awaited:
             ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
-            # If no rank can continue, some ranks have buckets with equal keys in different orders. In a real step, such
-            # ranks do not exchange data with each other, so let the first rank continue without waiting.
+            # If no rank can continue, some ranks have buckets (sets of matrices) with equal keys in different orders.
+            # In a real step, such ranks do not exchange data with each other, so let the first rank continue without
+            # waiting.
             for run in ready or list(awaited)[:1]:
                 exchange = next(run, None)
                 if exchange is None:
@@ -185,8 +188,8 @@ class Course:
         return courses
 
     def run(self, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
-        """Simulate this rank's buckets, and yield each exchange for which the rank has to wait, just before the
-        wait."""
+        """Simulate this rank's work on its buckets (sets of matrices), and yield each exchange for which the rank has
+        to wait, just before the wait."""
         for turn, bucket in turns([work.relay is not None for work in works]):
             work = works[bucket]
             awaited, does = _DOES[turn]

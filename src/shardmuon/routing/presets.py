@@ -24,18 +24,18 @@ from shardmuon.layout.views import Ints, matrix_view
 
 _View = Mapping[str, Any]  # keyword arguments of `matrix_view`
 _Kind = Literal[
-    "linear",  # one matrix, whose rows correspond to output features
-    "matrices",  # one or more matrices, known from the module's type
-    "bare",  # one matrix, recognized only by its shape, because the module's type is unknown
-    "stack",  # several matrices, recognized only by their shape
+    "linear",  # parameter that is one matrix, whose rows correspond to output features
+    "matrices",  # parameter with one or more matrices, known from the module's type
+    "bare",  # parameter that is one matrix, recognized only by its shape, because the module's type is unknown
+    "stack",  # parameter with several matrices, recognized only by its shape
     "embedding",
-    "router",  # one matrix that assigns tokens to experts and has one row per expert
+    "router",  # parameter that is one matrix, which assigns tokens to experts and has one row per expert
     "norm",
-    "entries",  # not a linear map: a vector, a lookup table, decay rates or the biases of experts
-    "broadcast",  # shape (1, M, N): either a table or a stack of one expert
-    "pairs",  # last dim of size 2, as in complex numbers stored as pairs of real numbers
-    "unclear",  # the shape is known, but it is unclear how to read the parameter as matrices
-    "unknown",  # the parameter's unsharded shape cannot be determined
+    "entries",  # parameter that is not a linear map: a vector, a lookup table, decay rates or the biases of experts
+    "broadcast",  # parameter of shape (1, M, N): either a table or a stack of one expert
+    "pairs",  # parameter whose last dim has size 2, as in complex numbers stored as pairs of real numbers
+    "unclear",  # parameter whose shape is known, although it is unclear how to read the parameter as matrices
+    "unknown",  # parameter whose unsharded shape cannot be determined
 ]
 
 

@@ -135,7 +135,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Lin
 
     Args:
         rows: This rank's local tensors of each parameter on the device.
-        cuts: True on CPUs, where the kernel rounds the end of a tensor differently.
+        cuts: True to copy the elements at a tensor's end that do not fill a vector of the kernel to a padded buffer.
+            Required on CPUs, where the kernel rounds these elements differently.
 
     Returns:
         List of tensors to update in place, and list of groups of tensors. The tensors of a group are updated in one

@@ -200,8 +200,9 @@ class Offer:
                 self.refs[ref.ranks] = min(self.refs.get(ref.ranks, ref), ref, key=lambda one: one.group_name)
 
     def bind(self, rank: int, table: Table) -> Binding:
-        """Make a plan for the parameters in a layout table, and return it with this rank's parameters as a `Binding`.
-        The ranks built the table from their `listed` parameters."""
+        """Make a plan for the parameters in `table`, and return the plan with this rank's parameters as a `Binding`.
+        The table lists the part of each parameter that each rank stores; all ranks built it together from their
+        `listed` parameters."""
         of_group = {id(group): number for number, group in enumerate(self._groups)}
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -296,7 +297,8 @@ def fingerprint(storage: Tensor) -> int:
     # `cat` pads the tensor to whole 8-byte words and copies it to aligned memory, as required for viewing it as int64
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # on CPUs, a chunk of this many words fits in the cache
+    # number of 8-byte words to hash at a time; on CPUs, a chunk of this size fits in the cache
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
         total += mix_(places, part).sum()  # the sum of hashed words wraps around modulo 2**64

@@ -228,8 +228,8 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    # 1-D receive buffer of the scatter (the exchange that returns results), from which the relay forwards results.
-    # None: make the send buffer of the scatter.
+    # 1-D receive buffer of the scatter (the exchange that returns results), from which the relay (the exchange with
+    # further replicas) forwards results. None: make the send buffer of the scatter.
     came: Tensor | None = None,
 ) -> Tensor:
     """Make this rank's 1-D send buffer for the scatter (the exchange that returns results) or the relay (which sends
@@ -255,8 +255,9 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
 
 
 def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
-    """Orthogonalize the matrices that this rank owns, in place in the buffer `batches`. Also run the stages that a Muon
-    variant (such as NorMuon) adds before and after the orthogonalization ([Note: stages] in variants.py)."""
+    """Orthogonalize the matrices that the plan assigns to this rank, in place in the buffer `batches`. Also run the
+    stages that a Muon variant (such as NorMuon) adds before and after the orthogonalization ([Note: stages] in
+    variants.py)."""
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)

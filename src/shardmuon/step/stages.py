@@ -130,9 +130,9 @@ class WeightSet:
             watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
     def finish(self, squares: Tensor, work: Work) -> None:
-        """Multiply each weight matrix by the factor that the variant's stage computes from the matrix's new norm and
-        its stored norm. Must be called after the weights are updated. `squares` contains the squared norm of each
-        matrix, in fp64."""
+        """Multiply each weight matrix by the factor that the stage of the Muon variant (such as Hyperball) computes
+        from the matrix's new norm and its stored norm. Must be called after the weights are updated. `squares` contains
+        the squared norm of each matrix, in fp64."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)

@@ -60,13 +60,14 @@ class Work:
     kinds: list[_Kind] = field(default_factory=list)
 
 
-# Maximum number of elements per list operation (torch._foreach_*), on CPUs and on other devices. A larger tile is
-# processed alone. The limit bounds the size of temporary tensors in updates of momentum and of half-precision weights.
-# On a CPU, these tensors fit in the cache. On other devices, the limit is large enough for efficient kernel launches.
+# Maximum number of elements per list operation (torch._foreach_*), on CPUs and on other devices. A larger tile (part of
+# a matrix) is processed alone. The limit bounds the size of temporary tensors in updates of momentum and of
+# half-precision weights. On a CPU, these tensors fit in the cache. On other devices, the limit is large enough for
+# efficient kernel launches.
 _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
-# (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles that have equal sizes and strides
-# and are equally spaced. Its first dim indexes the tiles.
+# (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles (parts of matrices) that have equal
+# sizes and strides and are equally spaced. Its first dim indexes the tiles.
 _Row = tuple[Ints, Ints, int]
 # Function that selects the entries of one portion from a list with one entry per tile of a `Side`. A portion is a set
 # of tiles that one list operation (torch._foreach_*) processes.
@@ -74,9 +75,9 @@ _Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
-    """Split tiles into portions that one list operation can process, and return the indices of the tiles in each
-    portion. The tiles of a portion have equal `kinds` and at most `limit` elements in total. A tile larger than `limit`
-    forms a separate portion."""
+    """Split tiles (parts of matrices) into portions that one list operation can process, and return the indices of the
+    tiles in each portion. The tiles of a portion have equal `kinds` and at most `limit` elements in total. A tile
+    larger than `limit` forms a separate portion."""
     found: dict[object, tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
@@ -118,11 +119,11 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # Indices of tiles that are only a part of a local tensor, for which `of` must make a view. All other tiles are
-        # whole local tensors.
+        # Indices of tiles (parts of matrices) that are only a part of a local tensor, for which `of` must make a view.
+        # All other tiles are whole local tensors.
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
-        # For each tile, a dict that caches the tile's offset and strides. The keys are strides of the local tensor that
-        # contains the tile.
+        # For each tile (part of a matrix), a dict that caches the tile's offset and strides. The keys are strides of
+        # the local tensor that contains the tile.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
         # arguments of `_dealt` (the tiles' kinds and the largest number of elements per portion) for which the cached
@@ -132,12 +133,12 @@ class Side:
 
     @cached_property
     def patches(self) -> list[Patch]:
-        """One `Patch` per tile, which describes the matrix rows and columns that the tile covers."""
+        """One `Patch` per tile (part of a matrix), which describes the matrix rows and columns that the tile covers."""
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return a view of each tile in the local tensors. `storages` contains one local tensor per parameter: its
-        weights, gradient or momentum."""
+        """Return a view of each tile (part of a matrix) in the local tensors. `storages` contains one local tensor per
+        parameter: its weights, gradient or momentum."""
         found = list(map(storages.__getitem__, self.params))
         for at in self._parts:
             storage = found[at]
@@ -150,16 +151,17 @@ class Side:
         return cast("list[Tensor]", found)
 
     def on(self, buffer: Tensor) -> list[Tensor]:
-        """Make a view of each tile in `buffer`. The views have the same shapes as those that `of` makes of local
-        tensors."""
+        """Make a view of each tile (part of a matrix) in `buffer`. The views have the same shapes as those that `of`
+        makes of local tensors."""
         found: list[Tensor] = []
         for row in self._rows:
             found += buffer.as_strided(*row).unbind(0)
         return found
 
     def portions(self, work: Work) -> list[tuple[list[int], _Pick]]:
-        """Split the tiles into portions, each of which one list operation can process. For each portion, return the
-        indices of its tiles, and a function that selects their entries from a list with one entry per tile."""
+        """Split the tiles (parts of matrices) into portions, each of which one list operation (torch._foreach_*) can
+        process. For each portion, return the indices of its tiles, and a function that selects their entries from a
+        list with one entry per tile."""
         weight = work.weights[self.params[0]]
         assert weight is not None, "parameters without a gradient are in no program"
         limit = _PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
@@ -173,11 +175,12 @@ class Side:
     def update_momentum(
         self,
         work: Work,
-        # One tensor per tile, to which the input of the orthogonalization is written. None: do not compute this input.
+        # One tensor per tile (part of a matrix), to which the input of the orthogonalization is written. None: do not
+        # compute this input.
         targets: Sequence[Tensor] | None,
     ) -> None:
-        """Update the momentum of all tiles. If `targets` is not None, also write the input of the orthogonalization to
-        `targets`."""
+        """Update the momentum of all tiles (parts of matrices). If `targets` is not None, also write the input of the
+        orthogonalization to `targets`."""
         if not self.loads:
             return
         grads, momenta = self.of(work.grads), self.of(work.momenta)
@@ -216,7 +219,7 @@ class Side:
         # cautious weight decay or stochastic rounding.
         like_torch: bool,
     ) -> None:
-        """Apply weight decay and the orthogonalized updates to the weights of the tiles."""
+        """Apply weight decay and the orthogonalized updates to the weights of the tiles (parts of matrices)."""
         if not self.loads:
             return
         weights = self.of(work.weights)
@@ -240,9 +243,9 @@ class Side:
 
 
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:
-    """Make a view of the scales of a tile's 8-bit momentum. `scales` contains this rank's scales for the whole
-    parameter. The view has the row dims of the parameter, and then one dim that indexes blocks of columns. The tile
-    must start at a block boundary."""
+    """Make a view of the scales of the 8-bit momentum of a tile (part of a matrix). `scales` contains this rank's
+    scales for the whole parameter. The view has the row dims of the parameter, and then one dim that indexes blocks of
+    columns. The tile must start at a block boundary."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))

@@ -33,7 +33,8 @@ from shardmuon.step.binding import Binding, Member
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
-# one parameter in an error message: (its name, state of its gradient, text that lists its dtypes and options)
+# What an error message states about a parameter: (the parameter's name, the state of the parameter's gradient, a text
+# that lists the parameter's dtypes and options).
 _Line = tuple[str, str, str]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

@@ -73,7 +73,7 @@ def _comparisons(
             batch[slot] = matrix
             batch = batch.to(device)
             # Orthogonalize the matrix in a smaller batch, too, which `orthogonalize` pads with zeros. In odd-numbered
-            # draws, the smaller batch also contains the matrix of the next slot, if there is one.
+            # draws, the smaller batch also contains the matrix at the next position (slot), if there is one.
             given = batch[slot : slot + 1 + draw % 2]
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]

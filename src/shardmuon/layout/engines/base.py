@@ -83,7 +83,8 @@ class Extent(NamedTuple):
 
     Attributes:
         shape: Shape of the storage.
-        held: Pieces of the tensor in the storage; None if `Engine.stored` computes the pieces from the claims.
+        held: Pieces of the tensor in the storage; None if `Engine.stored` computes the pieces from the claims
+            (descriptions of the tensor) of all ranks.
     """
 
     shape: Ints
@@ -128,8 +129,8 @@ class Engine:
         believes_placements: True if the tensors have mesh placements that the storage must match. The state tensor of a
             stack of matrices (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and
             an `OnMesh`.
-        plain_shards: True if the tensors are plain shards of larger tensors, so that checkpoints use the layout table
-            to split tensors into shards and to join shards.
+        plain_shards: True if the tensors are plain shards of larger tensors, so that checkpoints must find each shard's
+            position in the larger tensor.
     """
 
     believes_placements = False
@@ -168,10 +169,10 @@ class Engine:
         return Claim((shape,), text, Extent(shape))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        """Compute the tensor's global shape and the pieces that each rank stores, from the claims of all ranks that
-        share the tensor. This is a pure function: equal claims give equal results. The caller checks for gaps, overlaps
-        and out-of-bounds pieces. The base class takes the pieces from the claims; a rank whose claim has none stores
-        the whole tensor.
+        """Compute the tensor's global shape and the pieces that each rank stores, from the claims (descriptions of the
+        tensor) of all ranks that share the tensor. This is a pure function: equal claims give equal results. The caller
+        checks for gaps, overlaps and out-of-bounds pieces. The base class takes the pieces from the claims; a rank
+        whose claim has none stores the whole tensor.
 
         If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: the piece starts at index
         `offset` of the tensor and at index `local` of the storage. The storage can have any strides. If the storage is

@@ -5,10 +5,10 @@ the tensor (`tensor_model_parallel`, `partition_dim`, `partition_stride`) state 
 which dim. The global size of this dim is the sum of the shards' sizes, which the ranks send to each other.
 
 [Note: global shape]
-    A rank sees only its own shard. Once ranks have exchanged their shapes to make a layout table, the global shape is
-    stored as an attribute of the parameter, together with the shard's signature (local shape, dtype, device, cut). If
-    the signature has changed since then, the attribute is ignored. As long as there is no valid attribute, all shards
-    are assumed to have equal shapes.
+    A rank sees only its own shard. Once ranks have exchanged the shapes of their shards, the global shape is stored as
+    an attribute of the parameter, together with the shard's signature (local shape, dtype, device, cut). If the
+    signature has changed since then, the attribute is ignored. As long as there is no valid attribute, all shards are
+    assumed to have equal shapes.
 """
 
 from __future__ import annotations
