@@ -253,6 +253,7 @@ def scaled_(
     factors: list[Tensor] = []
     for stage in stages:
         rows = kept.get(stage.key, ())
+        # State on another device is copied to the device of the matrices in a single transfer.
         here = torch.stack(list(rows)).to(x.device).unbind(0) if rows and rows[0].device != x.device else rows
         numbers = norms.gathered(here, stage.of_lines) if rows else x.new_empty(len(x), 0, dtype=torch.float32)
         factor = stage.factor(norms, numbers)

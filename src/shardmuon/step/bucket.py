@@ -281,8 +281,8 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
         )
         if after:
             out = out.to(torch.promote_types(out.dtype, x.dtype))
-            keepers = zip(keeping(settings.stages), sides, strict=True)
-            scaled_(after, out, {stage.key: side.of(work.kept) for stage, side in keepers})
+            pairs = zip(keeping(settings.stages), sides, strict=True)
+            scaled_(after, out, {stage.key: side.of(work.kept) for stage, side in pairs})
         if out is not x:
             x.copy_(out)
         del fed, out  # free the memory of this batch's tensors before the next batch
