@@ -161,10 +161,15 @@ class Core:
     def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Ballot) -> AuditReport | None:
         """Update weights and state, after all ranks have agreed to the step. Return the report of the step's audit, or
         None if the step was not audited."""
-        if binding.elsewhere:
-            proposal.hear(binding, verdict.presence)
+        # Of the parameters without elements on this rank, those take part whose gradient another rank has.
+        for number in binding.elsewhere:
+            if not verdict.presence >> binding.bits[number] & 1:
+                proposal.states[number] = GradientState.NONE
+        missing = frozenset[int]()  # indices of the parameters without a gradient in this step
+        if GradientState.NONE in proposal.states:
+            missing = frozenset(n for n, state in enumerate(proposal.states) if state == GradientState.NONE)
         if proposal.made or proposal.fresh or GradientState.MISPLACED in proposal.states:
-            self._take_over(binding, proposal)
+            self._take_over(binding, proposal, missing)
         # An audit is collective, so if any rank has requested one, all ranks that voted must take part.
         audit = None
         if verdict.flags & Flag.AUDIT:
@@ -173,9 +178,6 @@ class Core:
             audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
             self.audits.num_audits += self.audits.due > 0
         self.audits.num_steps += 1
-        missing = frozenset[int]()  # indices of the parameters without a gradient in this step
-        if GradientState.NONE in proposal.states:
-            missing = frozenset(n for n, state in enumerate(proposal.states) if state == GradientState.NONE)
         on_weights = binding.on_weights - missing
         if on_weights:
             new = frozenset(n for n in on_weights if proposal.fresh[n])
@@ -198,15 +200,15 @@ class Core:
         report = audit.finish()
         return report if audit.samples else None
 
-    def _take_over(self, binding: Binding, proposal: Proposal) -> None:
-        """Move the state tensors that were created during the step's validation into the optimizer's state, and
-        redistribute each gradient whose placements differ from its parameter's."""
-        for number, made in proposal.made.items():
+    def _take_over(self, binding: Binding, proposal: Proposal, missing: frozenset[int]) -> None:
+        """Move the state tensors that were created during the step's validation into the optimizer's state, except for
+        parameters in `missing`, and redistribute each gradient whose placements differ from its parameter's."""
+        for number in sorted(proposal.made.keys() - missing):
             kept = self.state[binding.members[number].param]
             kept.clear()  # remove state that AdamW or another variant may have left behind
-            kept.update(made)
-        for number, keys in proposal.fresh.items():
-            for key in keys:
+            kept.update(proposal.made[number])
+        for number in proposal.fresh.keys() - missing:
+            for key in proposal.fresh[number]:
                 self.settled[self.state[binding.members[number].param][key]] = True
         # redistributing gradients is collective, so all ranks must process parameters in the same order
         for number in itertools.chain.from_iterable(binding.table.sets.values()):
@@ -376,7 +378,10 @@ class StepCall(TableCall[Binding]):
         sets = made.weight_sets(made.on_weights)
         needed = in_order([*(one.ranks for one in made.buckets if one.exchange), *(one.ranks for one in sets)])
         self._groups = {ranks: refs[ranks].live() if ranks in refs else None for ranks in needed}
-        return made, (made.num_lacking, {ranks: refs[ranks].group_name for ranks in needed if ranks in refs})
+        return made, (
+            {ranks: len(numbers) for ranks, numbers in made.lacking.items() if numbers},
+            {ranks: refs[ranks].group_name for ranks in needed if ranks in refs},
+        )
 
     def heard(self, kept: Binding, everyone: Sequence[_Told]) -> None:
         counts, names = zip(*everyone, strict=True)

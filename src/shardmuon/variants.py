@@ -243,7 +243,8 @@ class AfterStage(Stage):
 def scaled_(
     stages: Sequence[AfterStage],  # post-processing stages (NorMuon, ..), at least one
     x: Tensor,  # (B, rows, cols), scaled in place
-    # dict from a stage's key to the state tensors of the matrices, each of shape (num_kept,), fp32, updated in place
+    # Dict from a stage's key to the state tensors of the matrices, each of shape (num_kept,), fp32, on any device;
+    # updated in place.
     kept: Mapping[str, Sequence[Tensor]],
 ) -> None:
     """Apply several post-processing stages in succession, with only two passes over the matrices: the first pass
@@ -252,7 +253,9 @@ def scaled_(
     factors: list[Tensor] = []
     for stage in stages:
         rows = kept.get(stage.key, ())
-        numbers = norms.gathered(rows, stage.of_lines) if rows else x.new_empty(len(x), 0, dtype=torch.float32)
+        # State on another device is copied to the device of the matrices in a single transfer.
+        here = torch.stack(list(rows)).to(x.device).unbind(0) if rows and rows[0].device != x.device else rows
+        numbers = norms.gathered(here, stage.of_lines) if rows else x.new_empty(len(x), 0, dtype=torch.float32)
         factor = stage.factor(norms, numbers)
         if rows and stage.travels:
             foreach_copy_(rows, numbers.narrow(1, 0, len(rows[0])).unbind(0))

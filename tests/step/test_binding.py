@@ -56,8 +56,7 @@ def test_gradients_that_ranks_may_lack_have_bits_of_their_own_and_the_same_on_ev
     of_two, of_three = sets
 
     def bits_of(sets: dict[tuple[int, ...], tuple[int, ...]]) -> tuple[dict[int, int], int]:
-        lacking = {number for numbers in sets.values() for number in numbers}
-        binding: Any = SimpleNamespace(table=SimpleNamespace(sets=sets), lacking=lacking, bits={}, num_bits=0)
+        binding: Any = SimpleNamespace(lacking=sets, bits={}, num_bits=0)
         Binding.number_bits(binding, [{of_two: 2, of_three: 1}, {of_two: 2, of_three: 1}, {of_three: 1}])
         return binding.bits, binding.num_bits
 

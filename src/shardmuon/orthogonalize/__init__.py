@@ -140,7 +140,7 @@ def _lies_in_slots(x: Tensor) -> bool:
     return row_major and aligned and x.data_ptr() % _ALIGNMENT == 0
 
 
-def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+def copied_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a matrix or a batch of matrices to new memory, and convert it to `dtype`. Each matrix in the copy starts at
     a multiple of 64 bytes."""
     out = empty_batch(x.shape, dtype, x.device)
@@ -208,7 +208,7 @@ class Products:
     def operand(self, x: Tensor) -> Tensor:
         """Round `x` (fp32 or fp64) to `self.dtype`, for use as an operand of the other methods. The result is a copy
         unless `x` already has this dtype."""
-        return x if x.dtype == self.dtype else self.rounded_(_copied(x, self.operands))
+        return x if x.dtype == self.dtype else self.rounded_(copied_batch(x, self.operands))
 
     def gram_fp32(
         self,
@@ -240,8 +240,8 @@ class Products:
 
     def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
         """Compute wide (fp32) @ factor (half precision), with an fp32 result."""
-        high = _copied(wide, self.dtype)
-        low = _copied((wide - high.float()).mul_(_SPLIT), self.dtype)
+        high = copied_batch(wide, self.dtype)
+        low = copied_batch((wide - high.float()).mul_(_SPLIT), self.dtype)
         return _mm_to_fp32(high, factor).add_(_mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
 
 
@@ -519,7 +519,7 @@ def _factor_of(
             half = products.symmetric_addmm(gram, gram, poly, beta=a, out=_square_of(gram))
             gram = products.symmetric_addmm(half, poly, half, beta=a, out=_square_of(gram))
         if factor is None:
-            factor = _copied(poly, poly.dtype)
+            factor = copied_batch(poly, poly.dtype)
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
             factor = products.rounded_(factor)
         else:

@@ -67,12 +67,7 @@ def step_adamw(
         of_devices: dict[torch.device, list[Row]] = {}
         for row in rows:
             assert row is not None, "all are complete"
-            param, step = row.param, row.state[STEP]
-            # The step count of an empty shard is also increased, so that all ranks save the same step count.
-            if not param.numel():
-                step += 1
-                continue
-            device = param.device
+            step, device = row.state[STEP], row.param.device
             # a step count that was just created or loaded may not be on the weight's device
             if step.device != device:
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")

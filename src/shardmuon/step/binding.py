@@ -5,6 +5,7 @@ made, both for optimizers and for the command `shardmuon plan`, which runs in a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -74,13 +75,13 @@ class Binding(Agreed):
         group_of: Index of each parameter's group.
         alike_members: Dict from a tuple (index of a group, engine, dtype, device) to the indices of the parameters that
             have all four in common.
-        digests: Dict from a set of ranks to a digest of the part of the plan that must be equal on these ranks.
         on_weights: Indices of parameters whose Muon variant (such as Hyperball) rescales the updated weights.
         alike: Dict from a set of ranks to the indices of the parameters that these ranks must update in the same way.
             For most parameters, the set contains all ranks that share the parameter. For a parameter in `lacking`, it
             contains only the ranks that store elements of the parameter.
         elsewhere: Parameters in `lacking` that this rank shares but of which it stores no elements.
-        lacking: Parameters whose gradient can be missing on ranks that store no elements of the parameter.
+        lacking: Dict from each set of ranks to the parameters that these ranks share and whose gradient can be missing
+            on ranks that store no elements of the parameter.
         bits: Dict from the index of each parameter in `lacking` to the bit that shows, in the vote before a step,
             whether any rank has the parameter's gradient.
         num_bits: Number of bits that all ranks that vote together need for their parameters in `lacking`.
@@ -109,26 +110,20 @@ class Binding(Agreed):
             alike = one.group, one.engine, one.param.dtype, one.param.device
             self.alike_members.setdefault(alike, []).append(number)
         shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
-        self.digests = {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1}
         stages = [of_member.stages for of_member in settings]
         self.on_weights = frozenset(n for n, of in enumerate(stages) if any(isinstance(one, WeightStage) for one in of))
-        holders = [tuple(rank for rank, pieces in layout.pieces.items() if pieces) for layout in table.layouts]
-        self.lacking = frozenset(
-            number
-            for number, claim in enumerate(table.claims)
-            if claim.empty_lacks_gradient and len(holders[number]) < len(table.layouts[number].ranks)
-        )
-        self.alike, elsewhere = {ranks: list[int]() for ranks in table.sets}, list[int]()
-        numbers = [(ranks, number) for ranks, of_set in table.sets.items() for number in of_set]
-        for ranks, number in sorted(numbers, key=lambda one: one[1] in self.lacking):
-            stored = holders[number] if number in self.lacking else ranks
-            if rank in stored:
-                self.alike.setdefault(stored, []).append(number)
-            else:
-                elsewhere.append(number)
-        self.elsewhere, self.bits, self.num_bits = frozenset(elsewhere), dict[int, int](), 0
-        homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
-        buckets = list(zip(self.buckets, homes, strict=True))
+        # For each parameter, the ranks that must update it in the same way.
+        alike_on = [
+            tuple(rank for rank, pieces in layout.pieces.items() if pieces or not claim.empty_lacks_gradient)
+            for claim, layout in zip(table.claims, table.layouts, strict=True)
+        ]
+        self.lacking = {of: [n for n in numbers if alike_on[n] != of] for of, numbers in table.sets.items()}
+        self.elsewhere = frozenset(n for numbers in self.lacking.values() for n in numbers if rank not in alike_on[n])
+        self.alike, self.bits, self.num_bits = {ranks: list[int]() for ranks in table.sets}, dict[int, int](), 0
+        for number in itertools.chain.from_iterable(table.sets.values()):
+            if number not in self.elsewhere:
+                self.alike.setdefault(alike_on[number], []).append(number)
+        buckets = [(bucket, members[plan.items[bucket.items[0]].param].param.device) for bucket in self.buckets]
         # `buckets_without` and `weight_sets` cache their results for two sets of parameters: all parameters, and the
         # parameters that had gradients in the last step. `weight_sets` also caches its result for the parameters whose
         # weight norms have yet to be computed.
@@ -137,17 +132,10 @@ class Binding(Agreed):
             lambda numbers: WeightSet.of_rank(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)
         )
 
-    @property
-    def num_lacking(self) -> dict[Ranks, int]:
-        """Number of parameters whose gradient can be missing on some ranks (`lacking`), for each set of ranks that
-        share parameters."""
-        found = {ranks: len(self.lacking.intersection(numbers)) for ranks, numbers in self.table.sets.items()}
-        return {ranks: count for ranks, count in found.items() if count}
-
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
         """Assign a bit of the vote to each parameter whose gradient can be missing on some ranks (`lacking`). Bits are
-        unique among all ranks that vote together. `everyone` contains the `num_lacking` of each rank. Raise Refused if
-        a vote has too few bits for these parameters."""
+        unique among all ranks that vote together. `everyone` contains, for each rank, the number of these parameters in
+        each set of ranks. Raise Refused if a vote has too few bits for these parameters."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
             raise Refused(
@@ -155,8 +143,7 @@ class Binding(Agreed):
                 f"vote has room for {MOST_BITS}. Step them in several optimizers"
             )
         for ranks in in_order(counts):
-            mine = [n for n in self.table.sets.get(ranks, ()) if n in self.lacking]
-            self.bits.update((number, self.num_bits + at) for at, number in enumerate(mine))
+            self.bits.update((n, bit) for bit, n in enumerate(self.lacking.get(ranks, ()), self.num_bits))
             self.num_bits += counts[ranks]
 
 

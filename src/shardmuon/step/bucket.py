@@ -10,16 +10,16 @@ simulated ranks execute the same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_
 from shardmuon.comm.groups import Pending, Traffic, group_for, wire_device
 from shardmuon.errors import ExchangeError, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import FiniteWatch, empty_batch, orthogonalize
+from shardmuon.orthogonalize import FiniteWatch, copied_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Bucket, Plan
 from shardmuon.plan.program import Copy, Load, Program, Wire
@@ -97,10 +97,6 @@ class Bound:
         named = listed([f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items])
         return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
-    def buffer(self, splits: Sequence[int]) -> Tensor:
-        """Allocate an uninitialized 1-D send buffer. `splits` contains the number of elements to send to each rank."""
-        return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
-
     def run(
         self,
         work: Work,
@@ -120,12 +116,12 @@ class Bound:
         # Exchanges in progress. An exchange is removed from the list before the wait, so that its send buffer can be
         # freed.
         pending: list[Pending] = []
+        batches = torch.empty(program.batch_numel, dtype=self.dtype, device=self.ns_device or self.device)
         if gathers:
-            send = self.buffer(gather.sent)
+            send = batches.new_empty(sum(gather.sent), device=self.device)
             self.gathered.update_momentum(work, self.gathered.on(send))
             pending.append(exchange(send, gather.sent, gather.came))
             del send
-        batches = torch.empty(program.batch_numel, dtype=self.dtype, device=self.ns_device or self.device)
         own = self.own.on(batches)
         self.own.update_momentum(work, own)
         self.late.update_momentum(work, None)
@@ -203,9 +199,9 @@ class Buckets:
                 the operation.
         """
         runs: dict[int, Iterator[None]] = {}
-        for turn, i in self.order:
-            bound = self.bounds[i]
-            try:
+        with ExchangeError.naming(lambda: f"{bound}, {turn}") if self.moves else nullcontext():
+            for turn, i in self.order:
+                bound = self.bounds[i]
                 if turn == "begin":
                     group = group_for(bound.program.bucket.ranks) if bound.program.bucket.exchange else None
                     runs[i] = bound.run(work, watch, partial(traffic.start, group))
@@ -213,12 +209,6 @@ class Buckets:
                 # When a bucket's generator has finished, `next` returns the default None instead of raising
                 # StopIteration.
                 next(runs[i], None)
-            except ExchangeError:
-                raise
-            except Exception as error:
-                if not self.moves:
-                    raise
-                raise ExchangeError.of(error, f"{bound}, {turn}") from error
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
@@ -243,7 +233,7 @@ def _results(
     """Make this rank's 1-D send buffer for the scatter (the exchange that returns results) or the relay (which sends
     the results to ranks with additional replicas). The buffer contains orthogonalized matrices and the state of the
     Muon variant's post-processing stages."""
-    send = bound.buffer(wire.sent)
+    send = batches.new_empty(sum(wire.sent), device=bound.device)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
         _copy(wire.passed, came, send)
@@ -269,14 +259,15 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
-        unit, overwrite = False, True
+        unit, overwrite, after = False, True, tuple[AfterStage, ...]()
         if settings.stages:
             fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
+            after = tuple(stage for stage in settings.stages if isinstance(stage, AfterStage))
             # Stages after the orthogonalization need an input dtype that does not depend on the number of matrices,
             # which differs between layouts. With `overwrite`, `orthogonalize` returns the dtype of the matrix products
             # if it processes all matrices at once, and the dtype of its input otherwise. So the input is overwritten
             # only if both dtypes are equal or no such stage follows.
-            overwrite = fed.dtype == choice.dtype or not any(isinstance(stage, AfterStage) for stage in settings.stages)
+            overwrite = fed.dtype == choice.dtype or not after
         out = orthogonalize(
             fed,
             settings.coefficients,
@@ -286,8 +277,10 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
             overwrite=overwrite,
             unit=unit,
         )
-        if settings.stages:
-            out = _run_after(settings.stages, [side.of(work.kept) for side in sides], out, x.dtype)
+        if after:
+            out = out.to(torch.promote_types(out.dtype, x.dtype))
+            pairs = zip(keeping(settings.stages), sides, strict=True)
+            scaled_(after, out, {stage.key: side.of(work.kept) for stage, side in pairs})
         if out is not x:
             x.copy_(out)
         del fed, out  # free the memory of this batch's tensors before the next batch
@@ -309,34 +302,8 @@ def _run_before(
     """
     before = [stage for stage in stages if isinstance(stage, BeforeStage)]
     if before and x.dtype in (torch.bfloat16, torch.float16) and products != x.dtype:
-        given, x = x, empty_batch(x.shape, torch.float32, x.device)
-        foreach_copy_([x], [given])
+        x = copied_batch(x, torch.float32)
     for matrices in x.split(1) if x.device.type == "cpu" else (x,):
         for stage in before:
             stage.run_(matrices)
     return x, bool(before)
-
-
-def _run_after(stages: Stages, stored: Sequence[list[Tensor]], out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run the stages of the Muon variant that follow the orthogonalization (such as NorMuon's), and update their state.
-
-    Args:
-        stages: Stages of the batch's matrices.
-        stored: For each stage that has state (`keeping(stages)`), a list with the state tensor of each matrix. The
-            tensors can be on any device.
-        out: Results of the orthogonalization, (B, rows, cols); can be overwritten.
-        dtype: Dtype in which matrices are exchanged between ranks.
-
-    Returns:
-        The scaled results; `out` itself if there are no such stages.
-    """
-    after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
-    if not after:
-        return out
-    out = out.to(torch.promote_types(out.dtype, dtype))
-    here = [rows if rows[0].device == out.device else torch.stack(rows).to(out.device).unbind(0) for rows in stored]
-    scaled_(after, out, {stage.key: rows for stage, rows in zip(keeping(stages), here, strict=True)})
-    for rows, copies in zip(stored, here, strict=True):
-        if copies is not rows:
-            foreach_copy_(rows, copies)
-    return out

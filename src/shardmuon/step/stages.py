@@ -62,24 +62,23 @@ class WeightSet:
         self._first, self._rank, self._stage = min(stages), rank, _on_weights(next(iter(stages.values())))
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
-        self._names = list[str]()  # name of each matrix of the set, for the warning about matrices of zeros
-        # `_tiles_at` and `_counts` have one entry for each tile (part of a matrix) on this rank: the index of the
-        # tile's matrix in `_names`, and True if this rank sums the tile's squares. `_kept_at` has the index of the
-        # matrix for each norm that this rank stores.
-        self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
-        loads, kept = list[Load](), list[Load]()
-        for param, spec in specs.items():
-            number = [one.key for one in keeping(stages[param])].index(self._stage.key)
-            pairs = zip(spec.layout.tiles, spec.kept[number].layout.tiles, strict=True)
-            for i, (tiles, numbers) in enumerate(pairs):
-                for tile in tiles.get(rank, ()):
-                    self._tiles_at.append(len(self._names))
-                    self._counts.append(spec.layout.keepers[tile.held.piece][0] == rank)
-                    loads.append(Load(param, tile))
-                for tile in numbers.get(rank, ()):
-                    self._kept_at.append(len(self._names))
-                    kept.append(Load(param, tile, number=number))
-                self._names.append(f"{spec.name}[{i}]" if len(spec.layout.tiles) > 1 else spec.name)
+        matrices = [(param, i) for param, spec in specs.items() for i in range(len(spec.layout.tiles))]
+        # name of each matrix of the set, for the warning about matrices of zeros
+        self._names = [specs[p].name + (f"[{i}]" if len(specs[p].layout.tiles) > 1 else "") for p, i in matrices]
+        # for each parameter, the index (in `Spec.kept`) of the state tensor that contains the norms
+        numbers = {p: [one.key for one in keeping(of_param)].index(self._stage.key) for p, of_param in stages.items()}
+        loads = [Load(p, tile) for p, i in matrices for tile in specs[p].layout.tiles[i].get(rank, ())]
+        kept = [
+            Load(p, tile, number=numbers[p])
+            for p, i in matrices
+            for tile in specs[p].kept[numbers[p]].layout.tiles[i].get(rank, ())
+        ]
+        # For each tile (part of a matrix) and for each norm that this rank stores, the index of the matrix in `_names`.
+        indices = {matrix: at for at, matrix in enumerate(matrices)}
+        self._tiles_at = [indices[load.param, load.tile.matrix] for load in loads]
+        self._kept_at = [indices[load.param, load.tile.matrix] for load in kept]
+        # For each tile, True if this rank sums the tile's squares.
+        self._counts = [specs[load.param].layout.keepers[load.tile.held.piece][0] == rank for load in loads]
         self._tiles = Side(loads, [spec.layout.view for spec in plan.specs], shapes)
         self._kept = KeptSide(plan, kept)
 

@@ -286,30 +286,20 @@ class KeptSide:
     def tell(self, stored: _Stored, wire: Tensor) -> None:
         """Copy stage state (the state of a Muon variant's post-processing stages) from this rank's state tensors to an
         exchange buffer, bit for bit."""
-        values = [_as_elements(numbers, wire) for numbers in self.of(stored)]
-        pairs = zip(self._loads, values, strict=True)
-        foreach_copy_([wire.narrow(0, load.place.start, len(elements)) for load, elements in pairs], values)
+        foreach_copy_(self._bytes(wire), [numbers.contiguous().view(torch.uint8) for numbers in self.of(stored)])
 
     def hear(self, wire: Tensor, stored: _Stored) -> None:
         """Copy stage state (the state of a Muon variant's post-processing stages) from a receive buffer to this rank's
         state tensors."""
-        # `cat` copies a part of the receive buffer to new memory, because the part may not be aligned for a view as
-        # fp32.
         targets = self.of(stored)
-        sizes = [-(-len(target) * target.element_size() // wire.element_size()) for target in targets]
-        pairs = zip(self._loads, sizes, strict=True)
-        came = torch.cat([wire.narrow(0, load.place.start, size) for load, size in pairs]).view(torch.float32)
-        numbers = came.split([size * wire.element_size() // came.element_size() for size in sizes])
-        foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in zip(numbers, targets, strict=True)])
+        # `cat` copies the state to new memory, because in the buffer, it may not be aligned for a view as fp32.
+        came = torch.cat(self._bytes(wire)).view(torch.float32)
+        foreach_copy_(targets, came.split(list(map(len, targets))))
 
-
-def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:
-    """Reinterpret the bits of a 1-D fp32 tensor as elements of the dtype of an exchange buffer (`wire`), padded to
-    whole elements. The result is 1-D and on the device of `wire`."""
-    padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
-    # `cat` copies the fp32 numbers to new memory, because a slice of a tensor may not be aligned for a view as fp64.
-    whole = torch.cat([numbers, numbers.new_zeros(padding)])
-    return whole.view(wire.dtype).to(wire.device)
+    def _bytes(self, wire: Tensor) -> list[Tensor]:
+        """Make a 1-D uint8 view of the bytes of each matrix's stage state in an exchange buffer."""
+        size, whole = wire.element_size(), wire.view(torch.uint8)
+        return [whole.narrow(0, load.place.start * size, load.tile.numel * 4) for load in self._loads]
 
 
 # -------------------------------------------------------------------------------------------------------- Muon's rules

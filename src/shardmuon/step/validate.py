@@ -65,18 +65,6 @@ class Proposal(Work):
     adamw: dict[int, list[Row | None]] = field(default_factory=dict)
     presence: int = 0
 
-    def hear(self, binding: Binding, presence: int) -> None:
-        """Decide from the vote's result which of the parameters without elements on this rank take part in the step:
-        those whose gradient another rank has. `presence` contains the bits of all ranks, merged by "or"."""
-        for number in binding.elsewhere:
-            if presence >> binding.bits[number] & 1:
-                self.states[number] = GradientState.READY
-            else:
-                self.states[number] = GradientState.NONE
-                self.weights[number] = self.grads[number] = self.momenta[number] = None
-                self.made.pop(number, None)
-                self.fresh.pop(number, None)
-
     def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
         """Compute a digest of the values that must be equal in this step, for each set of ranks that must update the
         same parameters in the same way. `due` describes the audit of this step (its comparison with an unsharded
@@ -86,14 +74,14 @@ class Proposal(Work):
             if len(ranks) > 1:
                 said = map(self.said.__getitem__, numbers)
                 runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
-                found[ranks] = digest_of((binding.digests.get(ranks), due, runs))
+                found[ranks] = digest_of((binding.plan.digests.get(ranks), binding.token, due, runs))
         return found
 
     def lines(self, binding: Binding, ranks: Ranks, due: str) -> list[_Line]:
         """Return, as lines of text, the values that `digests` hashes for a set of ranks: one line for the plan, then
         one line per parameter."""
         said = ((binding.members[number].name, *self.said[number]) for number in binding.alike[ranks])
-        plan = "", binding.digests.get(ranks, b"").hex(), ""
+        plan = "", (binding.plan.digests.get(ranks, b"") + binding.token).hex(), ""
         return [plan, *((name, word, text + due) for name, word, text in said)]
 
     @staticmethod
@@ -235,8 +223,11 @@ def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tenso
     stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
     shapes = {stage.key: kept.layout.view.shape for stage, kept in zip(stages, spec.kept, strict=True)}
     kept = core.state.get(param, _NOTHING)
-    missing = {key: shape for key, shape in shapes.items() if kept.get(key) is None}
-    made = {key: engine.kept_zeros(param, shape, torch.float32, stacked=stacked) for key, shape in missing.items()}
+    made = {
+        key: engine.kept_zeros(param, shape, torch.float32, stacked=stacked)
+        for key, shape in shapes.items()
+        if kept.get(key) is None
+    }
     state = {**kept, **made}
     found.kept[number] = _stored_kept(shapes, engine, param, state, stacked=stacked)
     if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
