@@ -210,47 +210,33 @@ class Products:
         unless `x` already has this dtype."""
         return x if x.dtype == self.dtype else self.rounded_(_copied(x, self.operands))
 
-    def gram_fp32(
-        self,
-        x: Tensor,  # (B, m, n)
-    ) -> Tensor:  # (B, k, k), k = min(m, n); fp64 if the products are fp64, otherwise fp32
-        """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
-        if self.operands in _HALVES:
-            return _mm_to_fp32(*_sides(x))
-        # The `Products` object `wide` computes in fp32 or fp64, so its results are not rounded to half precision.
-        wide = Products(x.shape, x.device, self.operands)
-        return wide.symmetric_mm(*_sides(x), out=_square_of(x))
-
     def sandwich(
         self,
         factor: Tensor,  # (B, m, m), rounded to `self.dtype`
         middle: Tensor,  # (B, m, m) symmetric, fp32
     ) -> Tensor:  # (B, m, m)
-        """Compute factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end.
-
-        On half-precision hardware, each fp32 operand is split into a sum of two half-precision matrices, so a product
+        """Compute factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end. `self.dtype` must be a
+        half-precision dtype: each fp32 operand is split into a sum of two half-precision matrices, so that a product
         with this operand becomes two half-precision products.
         """
-        if self.operands in _HALVES:
-            return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        # The `Products` object `wide` computes in fp32 or fp64, so its results are not rounded to half precision.
-        wide = Products(middle.shape, middle.device, self.operands)
-        half_way = wide.mm(factor, middle, out=_square_of(middle))
-        return self.operand(wide.symmetric_mm(half_way, factor.mT, out=_square_of(middle)))
+        return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
 
     def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
         """Compute wide (fp32) @ factor (half precision), with an fp32 result."""
-        high = _copied(wide, self.dtype)
-        low = _copied((wide - high.float()).mul_(_SPLIT), self.dtype)
+        high = self.operand(wide)
+        low = self.operand((wide - high).mul_(_SPLIT))
         return _mm_to_fp32(high, factor).add_(_mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
 
 
 def _mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply half-precision matrices, or batches of matrices, with an fp32 result. On devices other than CUDA, the
-    operands are converted to fp32, because torch (2.8 .. 2.13) supports `out_dtype` only on CUDA."""
+    """Multiply half-precision matrices, or batches of matrices, with an fp32 result. On devices other than CUDA, fp32
+    copies are multiplied, because torch (2.8 .. 2.13) supports `out_dtype` only on CUDA. Emulated half-precision
+    operands are fp32 already ([Note: emulated half precision])."""
+    mm = torch.mm if left.dim() == 2 else torch.bmm
     if left.is_cuda:
-        return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+        return mm(left, right, out_dtype=torch.float32)
+    left, right = (x if x.dtype == torch.float32 else _copied(x, torch.float32) for x in (left, right))
+    return mm(left, right, out=empty_batch((*left.shape[:-1], right.shape[-1]), torch.float32, left.device))
 
 
 def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -478,7 +464,7 @@ def _gram_newton_schulz(
     # each segment consists of the steps between two restarts
     first, *others = (coefficients[start:stop] for start, stop in ends)
     if _restarts_locally(short, long, coefficients, products.dtype):
-        wide = products.gram_fp32(y)
+        wide = _mm_to_fp32(*_sides(y))  # not rounded to half precision
         before = _factor_of(products.operand(wide), first, products)
         after = _factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=_square_of(before))
