@@ -188,13 +188,10 @@ class Products:
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
         short, long = sorted(shape[-2:])  # the result of a symmetric product, such as a Gram matrix, is short x short
-        may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
-        plain: Sequence[Callable[..., Tensor]] = (
-            (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
-        )
-        symmetric = plain
-        if may_split or (len(shape) == 3 and shape[0] == 1):
-            symmetric = partial(_by_blocks, None), _by_blocks
+        is_single = len(shape) == 2  # the products of matrices that share a batch are too small to be split
+        may_split = is_single and device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
+        plain: Sequence[Callable[..., Tensor]] = (torch.mm, torch.addmm) if is_single else (torch.bmm, torch.baddbmm)
+        symmetric = [partial(_by_blocks, product) for product in plain] if may_split else plain
         if emulated:
             plain, symmetric = ([partial(_then_rounded, f, dtype) for f in pair] for pair in (plain, symmetric))
         self.mm, self.addmm = plain
@@ -269,34 +266,23 @@ def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
 
 
 def _by_blocks(
-    base: Tensor | None,  # (m, m) symmetric, or None for zeros; all tensors can have a leading batch dim
-    left: Tensor,  # (m, k)
-    right: Tensor,  # (k, m)
-    *,
-    beta: float = 1.0,
-    alpha: float = 1.0,
+    product: Callable[..., Tensor],  # `torch.mm` or `torch.addmm`
+    *operands: Tensor,  # left (m, k) and right (k, m); for `addmm`, they follow base (m, m), which is symmetric
     out: Tensor,  # (m, m), overwritten
+    **scales: float,  # beta and alpha of `addmm`
 ) -> Tensor:  # returns `out`
-    """Compute a symmetric product, as `Products.symmetric_addmm` does. On CPUs, the lower half of a large product is
-    computed in row blocks, and the upper half is copied from it. The matrices of a batch are then multiplied one by
-    one. A batch with a single matrix is multiplied as a 2-D matrix.
-    """
-    rows = left.shape[-2]
-    count = _row_blocks(rows, left.shape[-1], left.dtype) if left.device.type == "cpu" else 1
-    if left.dim() == 3 and (count > 1 or len(left) == 1):
-        for i in range(len(left)):
-            _by_blocks(None if base is None else base[i], left[i], right[i], beta=beta, alpha=alpha, out=out[i])
-        return out
-    mm, addmm = (torch.bmm, torch.baddbmm) if left.dim() == 3 else (torch.mm, torch.addmm)
+    """Compute a symmetric product on a CPU. If it is large, its lower half is computed in row blocks, and the upper half
+    is copied from the lower half."""
+    *base, left, right = operands
+    rows = len(left)
+    count = _row_blocks(rows, left.shape[1], left.dtype)
     if count == 1:
-        return mm(left, right, out=out) if base is None else addmm(base, left, right, beta=beta, alpha=alpha, out=out)
+        return product(*operands, out=out, **scales)
     for i in range(count):
         start, stop = rows * i // count, rows * (i + 1) // count
-        block, columns, target = left[start:stop], right[:, :stop], out[start:stop, :stop]
-        if base is None:
-            mm(block, columns, out=target)
-        else:
-            addmm(base[start:stop, :stop], block, columns, beta=beta, alpha=alpha, out=target)
+        target = out[start:stop, :stop]
+        summands = [x[start:stop, :stop] for x in base]
+        product(*summands, left[start:stop], right[:, :stop], out=target, **scales)
         if start:
             out[:start, start:stop] = target[:, :start].T
     return out
