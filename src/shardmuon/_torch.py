@@ -168,6 +168,15 @@ def foreach_norm(
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
 
+def power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64, overwritten
+    """Round each number down to a power of two by masking its mantissa bits; numbers below the smallest normal number
+    become the smallest normal number. Infinity and NaN become infinity. Dividing elements that contain infinity or NaN
+    by the result therefore leaves a NaN among them."""
+    bits, mask = (torch.int64, 0x7FF << 52) if size.dtype == torch.float64 else (torch.int32, 0xFF << 23)
+    size.view(bits).bitwise_and_(mask)
+    return size.clamp_(min=torch.finfo(size.dtype).tiny)
+
+
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate the elements of all tensors into a new 1-D tensor. The tensors must have the same device and
     dtype."""

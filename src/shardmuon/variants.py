@@ -59,7 +59,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_, foreach_norm
+from shardmuon._torch import foreach_copy_, foreach_norm, power_of_two
 
 # ---------------------------------------------------------------------------------------------------------------- norms
 
@@ -329,38 +329,16 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     summed separately, so that the bits of a matrix do not depend on the rest of the batch.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    x.div_(_power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
-    # The norms of each matrix must start at a multiple of 64 bytes: they are summed below, and kernels sum in a
-    # different order if memory is not aligned. The padding is uninitialized.
-    count, rows = x.shape[:2]
-    room = _aligned_rows(count, rows, x).unsqueeze(-1)
-    norms = room.narrow(1, 0, rows)  # shape (B, m, 1); a norm is 0 only for a row of zeros
-    _norms_into(norms, x, -1)
+    x.div_(power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
+    norms = torch.empty(*x.shape[:2], 1, dtype=wide, device=x.device)  # a norm is 0 only for a row of zeros
+    for matrix, found in zip(x.split(1), norms.split(1), strict=True):
+        torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=wide, out=found)
     # The square root of the number of nonzero rows is computed as the norm of a vector that has the value `least` for
-    # each nonzero row and 0 for each row of zeros, divided by `least`. The root is NaN if any norm is NaN.
+    # each nonzero row and 0 for each row of zeros, divided by `least`. `least` is a power of two, so this sum of squares
+    # is exact in any order. The root is NaN if any norm is NaN.
     least = torch.finfo(wide).eps
-    root = torch.empty(count, 1, 1, dtype=wide, device=x.device)
-    _norms_into(root, room.clamp(max=least).narrow(1, 0, rows), -2)
+    root = torch.linalg.vector_norm(norms.clamp(max=least), dim=1, keepdim=True)
     x.div_((norms * root.mul_(1 / least)).clamp_(min=least))
-
-
-def _norms_into(
-    out: Tensor,  # shape (B, m, 1) or (B, 1, 1), overwritten
-    x: Tensor,  # B matrices, (B, m, n)
-    dim: int,
-) -> None:
-    """Write the Euclidean norms of x along a dim to `out`, one matrix at a time."""
-    for found, matrix in zip(out.split(1), x.split(1), strict=True):
-        torch.linalg.vector_norm(matrix, dim=dim, keepdim=True, dtype=out.dtype, out=found)
-
-
-def _power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64, overwritten
-    """Round each number down to a power of two by masking its mantissa bits; numbers below the smallest normal number
-    become the smallest normal number. Infinity and NaN become infinity. Dividing a row that contains infinity or NaN by
-    the result therefore leaves a NaN in the row."""
-    bits, mask = (torch.int64, 0x7FF << 52) if size.dtype == torch.float64 else (torch.int32, 0xFF << 23)
-    size.view(bits).bitwise_and_(mask)
-    return size.clamp_(min=torch.finfo(size.dtype).tiny)
 
 
 # -------------------------------------------------------------------------------------------------------------- NorMuon

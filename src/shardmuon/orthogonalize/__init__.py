@@ -36,10 +36,11 @@
     On other devices, matrices are always divided by the power of two.
 
 [Note: the order of a norm]
-    Elements are summed in the row-major order of the whole matrix, in chunks of 2^14, and the norms of the chunks are
-    combined in fp64. So the bits of a norm do not depend on the matrix's place in a batch, on the other matrices or on
-    the number of threads. The norm is exact to 1e-7, whereas a single fp32 sum over 2048 x 8192 elements is off by
-    6e-4. (CUDA's foreach norm sums fp32 and narrower dtypes in fp64, in chunks of another size.)
+    On CPUs, elements are summed in the row-major order of the whole matrix, in chunks of 2^14, and the norms of the
+    chunks are combined in fp64. So the bits of a norm do not depend on the matrix's place in a batch, on the other
+    matrices or on the number of threads. The norm is exact to 1e-7, whereas a single fp32 sum over 2048 x 8192 elements
+    is off by 6e-4. On accelerators, torch's foreach norm sums each matrix separately. (On CUDA, it sums fp32 and
+    narrower dtypes in fp64.)
 
 [Note: the Gram form]
     One Newton-Schulz step replaces X with (a I + b R + c R^2) X, where R = X X^T (m x m). So the result of all steps is
@@ -92,6 +93,7 @@ from shardmuon._torch import (
     foreach_copy_,
     foreach_norm,
     is_capturing,
+    power_of_two,
 )
 from shardmuon.orthogonalize.schedules import Triples
 
@@ -312,9 +314,10 @@ def _normalize(
         return _normalize_in_fp64(x, out)
     norm = _norms(x, wide)
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
-        x = _near_one(x.to(wide))
-        norm = _norms(x, wide)
-        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # replaces infinite norms with NaN
+        x = x.to(wide)
+        # A NaN or Inf becomes NaN in this division, and so does the norm.
+        x = x / power_of_two(x.abs().amax(dim=(-2, -1), keepdim=True))
+        norm = _norms(x, wide).clamp_(min=torch.finfo(wide).tiny)
     # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
     # rounds each quotient once.
     if len(x) == 1:
@@ -325,32 +328,21 @@ def _normalize(
 def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # returns shape (B, 1, 1)
     """Compute the Frobenius norm of each matrix. The elements are summed in the order of [Note: the order of a
     norm]."""
-    if x.shape[-2] * x.shape[-1] > _CHUNK:
-        return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
-    # copy the matrices if the elements of a row, or neighboring rows, are not adjacent in memory
-    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
-        x = x.contiguous()
-    # on accelerators, the order in which `vector_norm` sums depends on the number of matrices, so use `foreach_norm`
-    if x.device.type == "cpu":
-        norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
-        return norms.view(-1, 1, 1)
-    return torch.stack(foreach_norm(x.unbind(0), 2, wide)).view(-1, 1, 1)
-
-
-def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # returns a 0-dim tensor
-    whole = flat.numel() // _CHUNK * _CHUNK
-    parts = torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1, dtype=wide)
-    if whole < flat.numel():
-        parts = torch.cat([parts, torch.linalg.vector_norm(flat[whole:], dtype=wide).view(1)])
-    norm: Tensor = torch.linalg.vector_norm(parts, dtype=torch.float64)
-    return norm.to(wide)
-
-
-def _near_one(x: Tensor) -> Tensor:
-    """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
-    _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # split the power of two into two factors, since it could overflow or underflow by itself
-    return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
+    flat = x.reshape(len(x), -1)
+    norms: Tensor
+    if x.device.type != "cpu":
+        # the order in which `vector_norm` sums would depend on the number of matrices
+        norms = torch.stack(foreach_norm(flat.unbind(0), 2, wide))
+    elif flat.shape[1] <= _CHUNK:
+        norms = torch.linalg.vector_norm(flat, dim=1, dtype=wide)
+    else:
+        whole = flat.shape[1] // _CHUNK * _CHUNK
+        parts = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _CHUNK)), dim=2, dtype=wide)
+        if whole < flat.shape[1]:
+            rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True, dtype=wide)
+            parts = torch.cat([parts, rest], 1)
+        norms = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64)
+    return norms.to(wide).view(-1, 1, 1)
 
 
 def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
