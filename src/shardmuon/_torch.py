@@ -210,27 +210,22 @@ def is_capturing(device: torch.device) -> bool:
 
 class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
     """Queue of tensors that are being copied to the host. Each entry has the object that the caller passed with the
-    tensor, the copy on the host, the tensor's device, and the event after which the copy is valid. The event is None if
-    the copy was synchronous, as for tensors on CPUs and on devices for which torch has no events (MPS)."""
+    tensor, the copy on the host, the tensor's device, and the event after which the copy is valid."""
 
     def send(self, about: _T, value: Tensor) -> None:
         """Start copying a tensor to the host. `about` is the object that `arrived` returns with the copy."""
-        module: Any = torch.get_device_module(value.device)
-        make: Any = None if value.device.type == "cpu" else getattr(module, "Event", None)
-        if make is None:
-            self.append((about, value.cpu(), value.device, None))
-            return
-        host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+        module: Any = torch.get_device_module(value.device)  # an event of `torch.cpu` does nothing
+        host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type != "cpu")
         host.copy_(value, non_blocking=True)
-        event = make()
+        event = module.Event()
         event.record(module.current_stream(value.device))
         self.append((about, host, value.device, event))
 
     def arrived(self) -> Iterator[tuple[_T, Tensor]]:
         """Remove completed copies from the front of the queue, without waiting for unfinished copies. Yield pairs of
         the object that the caller passed to `send` and the copy. While a CUDA graph is being captured, events cannot be
-        queried, so asynchronous copies stay in the queue."""
-        while self and (self[0][3] is None or (not is_capturing(self[0][2]) and self[0][3].query())):
+        queried, so copies from its device stay in the queue."""
+        while self and not is_capturing(self[0][2]) and self[0][3].query():
             yield self.popleft()[:2]
 
 

@@ -25,7 +25,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,16 +82,13 @@ class Stream:
         per_row = -(-self.cols // _LANES)
         begin = (patch.matrix << 44) + patch.row * per_row
         rows = _line(begin, [(patch.sizes[d], patch.rows[d] * per_row) for d in across], device)
-        steps = [(patch.sizes[d], patch.cols[d]) for d in along]
-        width = 1 + sum((size - 1) * step for size, step in steps)
+        width = 1 + sum((patch.sizes[d] - 1) * patch.cols[d] for d in along)
         left, right = patch.col // _LANES, -(-(patch.col + width) // _LANES)
         counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
         lanes = mix_(counter, self.key).view(torch.int16)
-        skipped = patch.col - left * _LANES
-        if width == math.prod(size for size, _ in steps):  # true if the patch has contiguous columns
-            lanes = lanes[:, skipped : skipped + width]
-        else:
-            lanes = lanes[:, _line(skipped, steps, device)]
+        # a view of the patch's columns
+        sizes, steps = [patch.sizes[d] for d in along], [patch.cols[d] for d in along]
+        lanes = lanes.as_strided((len(rows), *sizes), (lanes.stride(0), *steps), patch.col - left * _LANES)
         order = (*across, *along)
         found = (lanes.to(torch.int32) & 0xFFFF).view([patch.sizes[d] for d in order])
         return found.permute([order.index(d) for d in range(len(order))])
