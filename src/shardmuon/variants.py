@@ -215,7 +215,8 @@ class AfterStage(Stage):
         `norms.shape` is (B, rows, cols). `norms.whole` (B, 1) is the Frobenius norm of each matrix (not squared). If
         `of_lines`, `norms.means` (B, L) has the mean square of the elements of each of the L lines, and
         `norms.sums(means)[0]` (B, 1) is the sum of `means` over the lines of each matrix. `_over(a, b)` is a / b for
-        tensors (B, 1), and 1 where the quotient is not finite. To give all matrices the norm 0.5, for example, return ``_over(torch.full_like(norms.whole, 0.5), norms.whole)``.
+        tensors (B, 1), and 1 where the quotient is not finite. To give all matrices the norm 0.5, for example, return
+        ``_over(torch.full_like(norms.whole, 0.5), norms.whole)``.
         """
         raise NotImplementedError
 
@@ -315,8 +316,8 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     for matrix, found in zip(x.split(1), norms.split(1), strict=True):
         torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=wide, out=found)
     # The square root of the number of nonzero rows is computed as the norm of a vector that has the value `least` for
-    # each nonzero row and 0 for each row of zeros, divided by `least`. `least` is a power of two, so this sum of squares
-    # is exact in any order. The root is NaN if any norm is NaN.
+    # each nonzero row and 0 for each row of zeros, divided by `least`. `least` is a power of two, so the sum of squares
+    # in this norm is exact in any order. The root is NaN if any norm is NaN.
     least = torch.finfo(wide).eps
     root = torch.linalg.vector_norm(norms.clamp(max=least), dim=1, keepdim=True)
     x.div_((norms * root.mul_(1 / least)).clamp_(min=least))

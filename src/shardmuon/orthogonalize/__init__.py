@@ -273,8 +273,8 @@ def _by_blocks(
     out: Tensor,  # (m, m), overwritten
     **scales: float,  # beta and alpha of `addmm`
 ) -> Tensor:  # returns `out`
-    """Compute a symmetric product on a CPU. If it is large, its lower half is computed in row blocks, and the upper half
-    is copied from the lower half."""
+    """Compute a symmetric product on a CPU. The lower half of a large product is computed in row blocks, and the upper
+    half is copied from it."""
     *base, left, right = operands
     rows = len(left)
     count = _row_blocks(rows, left.shape[1], left.dtype)
