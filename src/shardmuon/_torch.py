@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -177,16 +177,11 @@ def power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64, 
     return size.clamp_(min=torch.finfo(size.dtype).tiny)
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate the elements of all tensors into a new 1-D tensor. The tensors must have the same device and
-    dtype."""
-    return torch._C._nn.flatten_dense_tensors(list(tensors))
-
-
-def unflattened(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Split a 1-D tensor into consecutive views with the shapes of the tensors in `like`. `flat` may have additional
-    elements at its end."""
-    return tuple(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+# `flattened(tensors)` concatenates the elements of tensors with the same device and dtype into a new 1-D tensor.
+# `unflattened(flat, like)` splits a 1-D tensor into consecutive views with the shapes of the tensors in `like`; `flat`
+# may have additional elements at its end.
+flattened: Callable[[Sequence[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
+unflattened: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
 
 
 def local_if_any(tensor: Tensor) -> Tensor:
