@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -167,16 +167,20 @@ def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype = t
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate the elements of all tensors into a new 1-D tensor. The tensors must have the same device and
-    dtype."""
-    return torch._C._nn.flatten_dense_tensors(list(tensors))
+def power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64, overwritten
+    """Round each number down to a power of two by masking its mantissa bits; numbers below the smallest normal number
+    become the smallest normal number. Infinity and NaN become infinity. Dividing elements that contain infinity or NaN
+    by the result therefore leaves a NaN among them."""
+    bits, mask = (torch.int64, 0x7FF << 52) if size.dtype == torch.float64 else (torch.int32, 0xFF << 23)
+    size.view(bits).bitwise_and_(mask)
+    return size.clamp_(min=torch.finfo(size.dtype).tiny)
 
 
-def unflattened(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Split a 1-D tensor into consecutive views with the shapes of the tensors in `like`. `flat` may have additional
-    elements at its end."""
-    return tuple(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+# `flattened(tensors)` concatenates the elements of tensors with the same device and dtype into a new 1-D tensor.
+# `unflattened(flat, like)` splits a 1-D tensor into consecutive views with the shapes of the tensors in `like`; `flat`
+# may have additional elements at its end.
+flattened: Callable[[Sequence[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
+unflattened: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
 
 
 def local_if_any(tensor: Tensor) -> Tensor:
@@ -200,27 +204,22 @@ def is_capturing(device: torch.device) -> bool:
 
 class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
     """Queue of tensors that are being copied to the host. Each entry has the object that the caller passed with the
-    tensor, the copy on the host, the tensor's device, and the event after which the copy is valid. The event is None if
-    the copy was synchronous, as for tensors on CPUs and on devices for which torch has no events (MPS)."""
+    tensor, the copy on the host, the tensor's device, and the event after which the copy is valid."""
 
     def send(self, about: _T, value: Tensor) -> None:
         """Start copying a tensor to the host. `about` is the object that `arrived` returns with the copy."""
-        module: Any = torch.get_device_module(value.device)
-        make: Any = None if value.device.type == "cpu" else getattr(module, "Event", None)
-        if make is None:
-            self.append((about, value.cpu(), value.device, None))
-            return
-        host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+        module: Any = torch.get_device_module(value.device)  # an event of `torch.cpu` does nothing
+        host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type != "cpu")
         host.copy_(value, non_blocking=True)
-        event = make()
+        event = module.Event()
         event.record(module.current_stream(value.device))
         self.append((about, host, value.device, event))
 
     def arrived(self) -> Iterator[tuple[_T, Tensor]]:
         """Remove completed copies from the front of the queue, without waiting for unfinished copies. Yield pairs of
         the object that the caller passed to `send` and the copy. While a CUDA graph is being captured, events cannot be
-        queried, so asynchronous copies stay in the queue."""
-        while self and (self[0][3] is None or (not is_capturing(self[0][2]) and self[0][3].query())):
+        queried, so copies from its device stay in the queue."""
+        while self and not is_capturing(self[0][2]) and self[0][3].query():
             yield self.popleft()[:2]
 
 

@@ -59,26 +59,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_, foreach_norm
+from shardmuon._torch import foreach_copy_, foreach_norm, power_of_two
 
 # ---------------------------------------------------------------------------------------------------------------- norms
-
-
-def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # the result has shape (count, size plus padding)
-    """Allocate an uninitialized 2-D tensor, with the dtype of `like` but at least fp32. Its rows are padded so that
-    each starts at a multiple of 64 bytes."""
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return torch.empty(count, -(-size // 16) * 16, dtype=wide, device=like.device)
 
 
 class Norms:
     """Norms of the matrices of a batch, and optionally of their lines, in at least fp32. Each matrix is read only once.
 
     Lines are the rows of a matrix with rows >= cols, else its columns. A tensor of norms has one number per matrix,
-    with shape (B, 1), or one number per line, with shape (B, P). P is the number of lines plus padding, so that the
-    numbers of each matrix start at a multiple of 64 bytes: if memory is not aligned, kernels sum in a different order.
-    The padding is uninitialized. Except for sums, all operations on these numbers are elementwise and round in the same
-    way at any position in a vector.
+    with shape (B, 1), or one number per line, with shape (B, L), where L is the number of lines. Except for sums, all
+    operations on these numbers are elementwise and round in the same way at any position in a vector. Sums read aligned
+    memory (`_aligned`), because kernels sum in a different order if memory is not aligned.
 
     Args:
         x: The matrices, (B, rows, cols), unchanged. Each matrix is summed separately, so that the bits of its norm do
@@ -86,22 +78,21 @@ class Norms:
         of_lines: True to compute `means` as well.
 
     Attributes:
-        means: (B, P), the mean square of the elements of each line; None if `of_lines` is False.
+        means: (B, L), the mean square of the elements of each line; None if `of_lines` is False.
         shape: (B, rows, cols).
-        num_lines: Number of lines per matrix.
     """
 
     def __init__(self, x: Tensor, of_lines: bool) -> None:
         count, rows, cols = self.shape = x.shape
-        self.num_lines, self._side = max(rows, cols), min(rows, cols)
+        self._side = min(rows, cols)
         self._whole: Tensor | None = None
         self.means: Tensor | None = None
+        wide = torch.promote_types(x.dtype, torch.float32)
         if not of_lines:
-            wide = torch.promote_types(x.dtype, torch.float32)
             self._whole = torch.stack(foreach_norm(list(map(_aligned, x.unbind(0))), 2, wide)).unsqueeze(1)
             return
-        means = _aligned_rows(count, self.num_lines, x)
-        for matrix, target in zip(x.split(1), means.narrow(1, 0, self.num_lines).split(1), strict=True):
+        means = torch.empty(count, max(rows, cols), dtype=wide, device=x.device)
+        for matrix, target in zip(x.split(1), means.split(1), strict=True):
             _line_norms(_aligned(matrix), -1 if rows >= cols else -2, target)
         self.means = means.square_().mul_(1 / self._side)
 
@@ -113,30 +104,20 @@ class Norms:
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) give tensors (B, 1)
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, L) give tensors (B, 1)
         """Sum each tensor's values separately for each matrix. Each tensor has one value per row or column of every
         matrix."""
-        lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
+        lines = [_aligned(row) for one in several for row in one.unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
 
-    def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or (B, P)
+    def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or, if `means` is known, (B, L)
         """Update the norms to account for a multiplication of the matrices by `factor`, which has one number per matrix
         or per line (row or column)."""
-        if self.means is not None:
-            self.means = factor.square() * self.means
-        of_lines = factor.shape[1] > 1
-        self._whole = None if of_lines or self._whole is None else self._whole * factor
-
-    def gathered(self, rows: Sequence[Tensor], of_lines: bool) -> Tensor:
-        """Stack a post-processing stage's state tensors, one for each matrix of the batch, into one tensor of shape (B,
-        num_kept). If `of_lines`, the shape is (B, P), where P is the number of lines plus padding, so that each row
-        starts at a multiple of 64 bytes."""
-        if not of_lines:
-            return torch.stack(list(rows))
-        found = _aligned_rows(len(rows), self.num_lines, rows[0])
-        foreach_copy_(found.narrow(1, 0, self.num_lines).unbind(0), rows)
-        return found
+        if self.means is None:
+            self._whole = self.whole * factor
+        else:
+            self.means, self._whole = factor.square() * self.means, None
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -224,18 +205,18 @@ class AfterStage(Stage):
         self,
         # norms of the B matrices after multiplication by the factors of all earlier post-processing stages
         norms: Norms,
-        kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept), or (B, P) if `of_lines`
-    ) -> Tensor:  # (B, 1), or (B, P) if `of_lines`; in the dtype of the norms
+        kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept)
+    ) -> Tensor:  # (B, 1), or (B, L) if `of_lines`; in the dtype of the norms
         """Compute the factor by which each matrix or line is multiplied.
 
         Implementations must not wait for an accelerator. For a matrix of zeros, the factor must be finite, so that the
         matrix stays zero. Matrices with NaN or Inf need no special care, because their elements stay NaN or Inf.
 
         `norms.shape` is (B, rows, cols). `norms.whole` (B, 1) is the Frobenius norm of each matrix (not squared). If
-        `of_lines`, `norms.means` (B, P) has the mean square of each line's elements, where P is the number of lines
-        plus padding, and `norms.sums(means)[0]` (B, 1) is the sum of `means` over the lines of each matrix. `_over(a,
-        b)` is a / b for tensors (B, 1), and 1 where the quotient is not finite. To give all matrices the norm 0.5, for
-        example, return ``_over(torch.full_like(norms.whole, 0.5), norms.whole)``.
+        `of_lines`, `norms.means` (B, L) has the mean square of the elements of each of the L lines, and
+        `norms.sums(means)[0]` (B, 1) is the sum of `means` over the lines of each matrix. `_over(a, b)` is a / b for
+        tensors (B, 1), and 1 where the quotient is not finite. To give all matrices the norm 0.5, for example, return
+        ``_over(torch.full_like(norms.whole, 0.5), norms.whole)``.
         """
         raise NotImplementedError
 
@@ -253,17 +234,16 @@ def scaled_(
     factors: list[Tensor] = []
     for stage in stages:
         rows = kept.get(stage.key, ())
-        # State on another device is copied to the device of the matrices in a single transfer.
-        here = torch.stack(list(rows)).to(x.device).unbind(0) if rows and rows[0].device != x.device else rows
-        numbers = norms.gathered(here, stage.of_lines) if rows else x.new_empty(len(x), 0, dtype=torch.float32)
+        # state on another device is copied to the device of the matrices in a single transfer
+        numbers = torch.stack(list(rows)).to(x.device) if rows else x.new_empty(len(x), 0, dtype=torch.float32)
         factor = stage.factor(norms, numbers)
         if rows and stage.travels:
-            foreach_copy_(rows, numbers.narrow(1, 0, len(rows[0])).unbind(0))
+            foreach_copy_(rows, numbers.unbind(0))
         if stage is not stages[-1]:
             norms.scale_(factor)
         factors.append(factor)
     total = functools.reduce(torch.mul, factors)
-    x.mul_(total.narrow(1, 0, min(total.shape[1], norms.num_lines)).unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2))
+    x.mul_(total.unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2))
 
 
 def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the result have shape (B, 1)
@@ -333,38 +313,16 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     summed separately, so that the bits of a matrix do not depend on the rest of the batch.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    x.div_(_power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
-    # The norms of each matrix must start at a multiple of 64 bytes: they are summed below, and kernels sum in a
-    # different order if memory is not aligned. The padding is uninitialized.
-    count, rows = x.shape[:2]
-    room = _aligned_rows(count, rows, x).unsqueeze(-1)
-    norms = room.narrow(1, 0, rows)  # shape (B, m, 1); a norm is 0 only for a row of zeros
-    _norms_into(norms, x, -1)
+    x.div_(power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
+    norms = torch.empty(*x.shape[:2], 1, dtype=wide, device=x.device)  # a norm is 0 only for a row of zeros
+    for matrix, found in zip(x.split(1), norms.split(1), strict=True):
+        torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=wide, out=found)
     # The square root of the number of nonzero rows is computed as the norm of a vector that has the value `least` for
-    # each nonzero row and 0 for each row of zeros, divided by `least`. The root is NaN if any norm is NaN.
+    # each nonzero row and 0 for each row of zeros, divided by `least`. `least` is a power of two, so the sum of squares
+    # in this norm is exact in any order. The root is NaN if any norm is NaN.
     least = torch.finfo(wide).eps
-    root = torch.empty(count, 1, 1, dtype=wide, device=x.device)
-    _norms_into(root, room.clamp(max=least).narrow(1, 0, rows), -2)
+    root = torch.linalg.vector_norm(norms.clamp(max=least), dim=1, keepdim=True)
     x.div_((norms * root.mul_(1 / least)).clamp_(min=least))
-
-
-def _norms_into(
-    out: Tensor,  # shape (B, m, 1) or (B, 1, 1), overwritten
-    x: Tensor,  # B matrices, (B, m, n)
-    dim: int,
-) -> None:
-    """Write the Euclidean norms of x along a dim to `out`, one matrix at a time."""
-    for found, matrix in zip(out.split(1), x.split(1), strict=True):
-        torch.linalg.vector_norm(matrix, dim=dim, keepdim=True, dtype=out.dtype, out=found)
-
-
-def _power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64, overwritten
-    """Round each number down to a power of two by masking its mantissa bits; numbers below the smallest normal number
-    become the smallest normal number. Infinity and NaN become infinity. Dividing a row that contains infinity or NaN by
-    the result therefore leaves a NaN in the row."""
-    bits, mask = (torch.int64, 0x7FF << 52) if size.dtype == torch.float64 else (torch.int32, 0xFF << 23)
-    size.view(bits).bitwise_and_(mask)
-    return size.clamp_(min=torch.finfo(size.dtype).tiny)
 
 
 # -------------------------------------------------------------------------------------------------------------- NorMuon

@@ -440,7 +440,7 @@ FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
     ),
     "the host waits for what was finite": (
         "shardmuon._torch.Coming.send",
-        lambda self, about, value: self.append((about, value.cpu(), value.device, None)),
+        lambda self, about, value: self.append((about, value.cpu(), value.device, torch.cpu.Event())),
         {"method": "gram"},
         1,
         "waits",

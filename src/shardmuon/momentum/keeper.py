@@ -16,7 +16,7 @@ from shardmuon.errors import Refused
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import FlatRange, ParamLayout
-from shardmuon.layout.views import Ints, MatrixView
+from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import (
     BLOCK,
     Rounding,
@@ -112,29 +112,36 @@ class Keeper:
         dense = SCALE not in stored or all(t.is_contiguous() for t in stored.values())
         if not dense or kinds != self._kinds(grad, grad.dtype):
             values = _decoded(stored)
-            stored = self._zeros(grad, grad.dtype, view.num_row_dims)
+            stored = self._zeros(state, engine, param, grad, grad.dtype, view.num_row_dims)
             if values is not None and values.numel():
                 made = encode(values, view.num_row_dims) if SCALE in stored else (values,)
                 for place, value in zip(stored.values(), made, strict=True):
                     place.copy_(value)
-            state.pop(SCALE, None)
-            _keep(state, stored, engine, param, view.shape, view.num_row_dims)
         return stored[BUFFER], Rounding(stream, stored.get(SCALE), weights)
 
-    def _zeros(self, like: Tensor, dtype: torch.dtype, num_row_dims: int) -> dict[str, Tensor]:
-        """Create zero-filled tensors for a parameter's momentum and, if 8-bit codes are used, its scales. Return a dict
-        from state key to tensor.
-
-        Args:
-            like: Local storage of the parameter or its gradient, which determines shape and device.
-            dtype: Dtype in which the momentum is computed.
-            num_row_dims: Number of leading dims that index rows.
+    def _zeros(
+        self,
+        state: MutableMapping[str, Any],  # state of the parameter, which is updated in place
+        engine: Engine,
+        param: Tensor,
+        like: Tensor,  # local storage of the parameter or its gradient, which determines shape and device
+        dtype: torch.dtype,  # dtype in which the momentum is computed
+        num_row_dims: int,  # number of leading dims that index rows
+    ) -> dict[str, Tensor]:
+        """Put zero-filled momentum and, if 8-bit codes are used, zero-filled scales into a parameter's state, as
+        DTensors if the parameter is a DTensor. Return their local tensors, as a dict with the keys of the state.
         """
         kinds = self._kinds(like, dtype)
         if SCALE not in kinds:
-            return {key: torch.zeros_like(like, dtype=kind, device=place) for key, (kind, place) in kinds.items()}
-        shapes = {BUFFER: tuple(like.shape), SCALE: scale_shape(like.shape, num_row_dims)}
-        return {key: torch.zeros(shapes[key], dtype=kind, device=place) for key, (kind, place) in kinds.items()}
+            stored = {key: torch.zeros_like(like, dtype=kind, device=place) for key, (kind, place) in kinds.items()}
+        else:
+            shapes = {BUFFER: tuple(like.shape), SCALE: scale_shape(like.shape, num_row_dims)}
+            stored = {key: torch.zeros(shapes[key], dtype=kind, device=place) for key, (kind, place) in kinds.items()}
+        state.pop(SCALE, None)
+        state[BUFFER] = engine.wrap(stored[BUFFER], param)
+        if SCALE in stored:
+            state[SCALE] = engine.wrap(stored[SCALE], param, scale_shape(engine.shape(param), num_row_dims))
+        return stored
 
     @staticmethod
     def count_of(state: Mapping[str, Any]) -> int:
@@ -175,18 +182,16 @@ class Keeper:
         """Create a parameter's initial state: zero momentum and, if steps are counted, a step count of 0."""
         _forget_adamw(state)
         engine = engine_of(param)
-        stored = self._zeros(engine.storage(param), gradient_dtype(param) or param.dtype, num_row_dims)
-        _keep(state, stored, engine, param, engine.shape(param), num_row_dims)
+        dtype = gradient_dtype(param) or param.dtype
+        self._zeros(state, engine, param, engine.storage(param), dtype, num_row_dims)
         if self.rounds:
             state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
         """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. Conversion from or to
-        8-bit codes, which requires the parameter's layout, is left to the next step."""
+        8-bit codes, which requires the parameter's layout, and of the dtype of scales is left to the next step."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
-        if key == SCALE:
-            dtype = torch.float32
-        elif key != BUFFER or not value.is_floating_point() or isinstance(self.dtype, str):
+        if key == SCALE or not (value.is_floating_point() and dtype.is_floating_point):
             dtype = value.dtype
         return value.to(device=place, dtype=dtype)
 
@@ -195,21 +200,6 @@ def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's local tensors of a parameter's momentum and, if momentum is stored as 8-bit codes, of its
     scales, as a dict with the keys of the state. Tensors that do not exist yet are left out."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
-
-
-def _keep(
-    state: MutableMapping[str, Any],
-    stored: Mapping[str, Tensor],
-    engine: Engine,
-    param: Tensor,
-    shape: Ints,
-    num_row_dims: int,
-) -> None:
-    """Put local tensors into a parameter's state, as DTensors if the parameter is a DTensor. `shape` is the global
-    shape of the parameter."""
-    state[BUFFER] = engine.wrap(stored[BUFFER], param)
-    if SCALE in stored:
-        state[SCALE] = engine.wrap(stored[SCALE], param, scale_shape(shape, num_row_dims))
 
 
 def _decoded(stored: Mapping[str, Tensor]) -> Tensor | None:

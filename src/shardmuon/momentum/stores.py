@@ -25,7 +25,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -77,25 +76,22 @@ class Stream:
     # returns int32 numbers in [0, 2**16), with shape patch.sizes
     def bits(self, patch: Patch, device: torch.device) -> Tensor:
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
-        # dims of the patch along which the matrix's column index changes
+        # dims of the patch along which the matrix's column index changes, and the other dims
         along = [d for d, step in enumerate(patch.cols) if step]
         across = [d for d, step in enumerate(patch.cols) if not step]
-        per_row = -(-self.cols // _LANES)
-        begin = (patch.matrix << 44) + patch.row * per_row
-        rows = _line(begin, [(patch.sizes[d], patch.rows[d] * per_row) for d in across], device)
-        steps = [(patch.sizes[d], patch.cols[d]) for d in along]
-        width = 1 + sum((size - 1) * step for size, step in steps)
-        left, right = patch.col // _LANES, -(-(patch.col + width) // _LANES)
-        counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
-        lanes = mix_(counter, self.key).view(torch.int16)
-        skipped = patch.col - left * _LANES
-        if width == math.prod(size for size, _ in steps):  # true if the patch has contiguous columns
-            lanes = lanes[:, skipped : skipped + width]
-        else:
-            lanes = lanes[:, _line(skipped, steps, device)]
         order = (*across, *along)
-        found = (lanes.to(torch.int32) & 0xFFFF).view([patch.sizes[d] for d in order])
-        return found.permute([order.index(d) for d in range(len(order))])
+        height, width = (
+            1 + sum((size - 1) * step for size, step in zip(patch.sizes, steps, strict=True))
+            for steps in (patch.rows, patch.cols)
+        )
+        per_row = -(-self.cols // _LANES)
+        left, right = patch.col // _LANES, -(-(patch.col + width) // _LANES)
+        rows = torch.arange(patch.row, patch.row + height, device=device).mul_(per_row).add_(patch.matrix << 44)
+        rows = rows.as_strided([patch.sizes[d] for d in across], [patch.rows[d] for d in across])
+        lanes = mix_(rows.unsqueeze(-1) + torch.arange(left, right, device=device), self.key).view(torch.int16)
+        strides = (*lanes.stride()[:-1], *(patch.cols[d] for d in along))
+        found = lanes.as_strided([patch.sizes[d] for d in order], strides, patch.col - left * _LANES)
+        return (found.to(torch.int32) & 0xFFFF).permute([order.index(d) for d in range(len(order))])
 
     def round(self, patch: Patch, x: Tensor) -> Tensor:  # returns bf16 values
         """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` contains the elements in
@@ -120,16 +116,6 @@ class Rounding(NamedTuple):
     momentum: Stream | None = None
     scales: Tensor | None = None
     weights: Stream | None = None
-
-
-def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # returns a 1-D int64 tensor
-    """Compute `first` plus the sum of index * step over all dims, for all combinations of indices in row-major order.
-    `dims` has a pair (size, step) for each dim."""
-    found = torch.full((1,), first, device=device, dtype=torch.int64)
-    for size, step in dims:
-        if size > 1:
-            found = (found[:, None] + torch.arange(0, size * step, step, device=device)).flatten()
-    return found
 
 
 def mix_(z: Tensor, key: Tensor | int) -> Tensor:

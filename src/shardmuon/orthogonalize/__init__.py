@@ -36,10 +36,11 @@
     On other devices, matrices are always divided by the power of two.
 
 [Note: the order of a norm]
-    Elements are summed in the row-major order of the whole matrix, in chunks of 2^14, and the norms of the chunks are
-    combined in fp64. So the bits of a norm do not depend on the matrix's place in a batch, on the other matrices or on
-    the number of threads. The norm is exact to 1e-7, whereas a single fp32 sum over 2048 x 8192 elements is off by
-    6e-4. (CUDA's foreach norm sums fp32 and narrower dtypes in fp64, in chunks of another size.)
+    On CPUs, elements are summed in the row-major order of the whole matrix, in chunks of 2^14, and the norms of the
+    chunks are combined in fp64. So the bits of a norm do not depend on the matrix's place in a batch, on the other
+    matrices or on the number of threads. The norm is exact to 1e-7, whereas a single fp32 sum over 2048 x 8192 elements
+    is off by 6e-4. On accelerators, torch's foreach norm sums each matrix separately. (On CUDA, it sums fp32 and
+    narrower dtypes in fp64.)
 
 [Note: the Gram form]
     One Newton-Schulz step replaces X with (a I + b R + c R^2) X, where R = X X^T (m x m). So the result of all steps is
@@ -92,6 +93,7 @@ from shardmuon._torch import (
     foreach_copy_,
     foreach_norm,
     is_capturing,
+    power_of_two,
 )
 from shardmuon.orthogonalize.schedules import Triples
 
@@ -188,13 +190,10 @@ class Products:
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
         short, long = sorted(shape[-2:])  # the result of a symmetric product, such as a Gram matrix, is short x short
-        may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
-        plain: Sequence[Callable[..., Tensor]] = (
-            (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
-        )
-        symmetric = plain
-        if may_split or (len(shape) == 3 and shape[0] == 1):
-            symmetric = partial(_by_blocks, None), _by_blocks
+        is_single = len(shape) == 2  # the products of matrices that share a batch are too small to be split
+        may_split = is_single and device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
+        plain: Sequence[Callable[..., Tensor]] = (torch.mm, torch.addmm) if is_single else (torch.bmm, torch.baddbmm)
+        symmetric = [partial(_by_blocks, product) for product in plain] if may_split else plain
         if emulated:
             plain, symmetric = ([partial(_then_rounded, f, dtype) for f in pair] for pair in (plain, symmetric))
         self.mm, self.addmm = plain
@@ -210,47 +209,33 @@ class Products:
         unless `x` already has this dtype."""
         return x if x.dtype == self.dtype else self.rounded_(copied_batch(x, self.operands))
 
-    def gram_fp32(
-        self,
-        x: Tensor,  # (B, m, n)
-    ) -> Tensor:  # (B, k, k), k = min(m, n); fp64 if the products are fp64, otherwise fp32
-        """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
-        if self.operands in _HALVES:
-            return _mm_to_fp32(*_sides(x))
-        # The `Products` object `wide` computes in fp32 or fp64, so its results are not rounded to half precision.
-        wide = Products(x.shape, x.device, self.operands)
-        return wide.symmetric_mm(*_sides(x), out=_square_of(x))
-
     def sandwich(
         self,
         factor: Tensor,  # (B, m, m), rounded to `self.dtype`
         middle: Tensor,  # (B, m, m) symmetric, fp32
     ) -> Tensor:  # (B, m, m)
-        """Compute factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end.
-
-        On half-precision hardware, each fp32 operand is split into a sum of two half-precision matrices, so a product
+        """Compute factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end. `self.dtype` must be a
+        half-precision dtype: each fp32 operand is split into a sum of two half-precision matrices, so that a product
         with this operand becomes two half-precision products.
         """
-        if self.operands in _HALVES:
-            return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        # The `Products` object `wide` computes in fp32 or fp64, so its results are not rounded to half precision.
-        wide = Products(middle.shape, middle.device, self.operands)
-        half_way = wide.mm(factor, middle, out=_square_of(middle))
-        return self.operand(wide.symmetric_mm(half_way, factor.mT, out=_square_of(middle)))
+        return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
 
     def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
         """Compute wide (fp32) @ factor (half precision), with an fp32 result."""
-        high = copied_batch(wide, self.dtype)
-        low = copied_batch((wide - high.float()).mul_(_SPLIT), self.dtype)
+        high = self.operand(wide)
+        low = self.operand((wide - high).mul_(_SPLIT))
         return _mm_to_fp32(high, factor).add_(_mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
 
 
 def _mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply half-precision matrices, or batches of matrices, with an fp32 result. On devices other than CUDA, the
-    operands are converted to fp32, because torch (2.8 .. 2.13) supports `out_dtype` only on CUDA."""
+    """Multiply half-precision matrices, or batches of matrices, with an fp32 result. On devices other than CUDA, fp32
+    copies are multiplied, because torch (2.8 .. 2.13) supports `out_dtype` only on CUDA. Emulated half-precision
+    operands are fp32 already ([Note: emulated half precision])."""
+    mm = torch.mm if left.dim() == 2 else torch.bmm
     if left.is_cuda:
-        return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+        return mm(left, right, out_dtype=torch.float32)
+    left, right = (x if x.dtype == torch.float32 else copied_batch(x, torch.float32) for x in (left, right))
+    return mm(left, right, out=empty_batch((*left.shape[:-1], right.shape[-1]), torch.float32, left.device))
 
 
 def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,34 +268,23 @@ def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
 
 
 def _by_blocks(
-    base: Tensor | None,  # (m, m) symmetric, or None for zeros; all tensors can have a leading batch dim
-    left: Tensor,  # (m, k)
-    right: Tensor,  # (k, m)
-    *,
-    beta: float = 1.0,
-    alpha: float = 1.0,
+    product: Callable[..., Tensor],  # `torch.mm` or `torch.addmm`
+    *operands: Tensor,  # left (m, k) and right (k, m); for `addmm`, they follow base (m, m), which is symmetric
     out: Tensor,  # (m, m), overwritten
+    **scales: float,  # beta and alpha of `addmm`
 ) -> Tensor:  # returns `out`
-    """Compute a symmetric product, as `Products.symmetric_addmm` does. On CPUs, the lower half of a large product is
-    computed in row blocks, and the upper half is copied from it. The matrices of a batch are then multiplied one by
-    one. A batch with a single matrix is multiplied as a 2-D matrix.
-    """
-    rows = left.shape[-2]
-    count = _row_blocks(rows, left.shape[-1], left.dtype) if left.device.type == "cpu" else 1
-    if left.dim() == 3 and (count > 1 or len(left) == 1):
-        for i in range(len(left)):
-            _by_blocks(None if base is None else base[i], left[i], right[i], beta=beta, alpha=alpha, out=out[i])
-        return out
-    mm, addmm = (torch.bmm, torch.baddbmm) if left.dim() == 3 else (torch.mm, torch.addmm)
+    """Compute a symmetric product on a CPU. The lower half of a large product is computed in row blocks, and the upper
+    half is copied from it."""
+    *base, left, right = operands
+    rows = len(left)
+    count = _row_blocks(rows, left.shape[1], left.dtype)
     if count == 1:
-        return mm(left, right, out=out) if base is None else addmm(base, left, right, beta=beta, alpha=alpha, out=out)
+        return product(*operands, out=out, **scales)
     for i in range(count):
         start, stop = rows * i // count, rows * (i + 1) // count
-        block, columns, target = left[start:stop], right[:, :stop], out[start:stop, :stop]
-        if base is None:
-            mm(block, columns, out=target)
-        else:
-            addmm(base[start:stop, :stop], block, columns, beta=beta, alpha=alpha, out=target)
+        target = out[start:stop, :stop]
+        summands = [x[start:stop, :stop] for x in base]
+        product(*summands, left[start:stop], right[:, :stop], out=target, **scales)
         if start:
             out[:start, start:stop] = target[:, :start].T
     return out
@@ -340,9 +314,10 @@ def _normalize(
         return _normalize_in_fp64(x, out)
     norm = _norms(x, wide)
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
-        x = _near_one(x.to(wide))
-        norm = _norms(x, wide)
-        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # replaces infinite norms with NaN
+        x = x.to(wide)
+        # A NaN or Inf becomes NaN in this division, and so does the norm.
+        x = x / power_of_two(x.abs().amax(dim=(-2, -1), keepdim=True))
+        norm = _norms(x, wide).clamp_(min=torch.finfo(wide).tiny)
     # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
     # rounds each quotient once.
     if len(x) == 1:
@@ -353,32 +328,21 @@ def _normalize(
 def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # returns shape (B, 1, 1)
     """Compute the Frobenius norm of each matrix. The elements are summed in row-major order, in chunks (see [Note: the
     order of a norm])."""
-    if x.shape[-2] * x.shape[-1] > _CHUNK:
-        return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
-    # copy the matrices if the elements of a row, or neighboring rows, are not adjacent in memory
-    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
-        x = x.contiguous()
-    # on accelerators, the order in which `vector_norm` sums depends on the number of matrices, so use `foreach_norm`
-    if x.device.type == "cpu":
-        norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
-        return norms.view(-1, 1, 1)
-    return torch.stack(foreach_norm(x.unbind(0), 2, wide)).view(-1, 1, 1)
-
-
-def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # returns a 0-dim tensor
-    whole = flat.numel() // _CHUNK * _CHUNK
-    parts = torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1, dtype=wide)
-    if whole < flat.numel():
-        parts = torch.cat([parts, torch.linalg.vector_norm(flat[whole:], dtype=wide).view(1)])
-    norm: Tensor = torch.linalg.vector_norm(parts, dtype=torch.float64)
-    return norm.to(wide)
-
-
-def _near_one(x: Tensor) -> Tensor:
-    """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
-    _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # split the power of two into two factors, since it could overflow or underflow by itself
-    return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
+    flat = x.reshape(len(x), -1)
+    norms: Tensor
+    if x.device.type != "cpu":
+        # the order in which `vector_norm` sums would depend on the number of matrices
+        norms = torch.stack(foreach_norm(flat.unbind(0), 2, wide))
+    elif flat.shape[1] <= _CHUNK:
+        norms = torch.linalg.vector_norm(flat, dim=1, dtype=wide)
+    else:
+        whole = flat.shape[1] // _CHUNK * _CHUNK
+        parts = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _CHUNK)), dim=2, dtype=wide)
+        if whole < flat.shape[1]:
+            rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True, dtype=wide)
+            parts = torch.cat([parts, rest], 1)
+        norms = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64)
+    return norms.to(wide).view(-1, 1, 1)
 
 
 def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
@@ -480,7 +444,7 @@ def _gram_newton_schulz(
     # each segment consists of the steps between two restarts, which recompute the Gram matrix
     first, *others = (coefficients[start:stop] for start, stop in ends)
     if _restarts_locally(short, long, coefficients, products.dtype):
-        wide = products.gram_fp32(y)
+        wide = _mm_to_fp32(*_sides(y))  # not rounded to half precision
         before = _factor_of(products.operand(wide), first, products)
         after = _factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=_square_of(before))
