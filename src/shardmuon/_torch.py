@@ -1,5 +1,6 @@
-"""Wrappers around private and renamed torch APIs. Comments on torch's behavior state which torch versions they apply
-to. Wrappers around the private APIs of DTensor and FSDP1 are in layout/engines/."""
+"""Wrappers around private and renamed torch APIs, and small tensor functions that several packages share. Comments on
+torch's behavior state which torch versions they apply to. Wrappers around the private APIs of DTensor and FSDP1 are in
+layout/engines/."""
 
 from __future__ import annotations
 

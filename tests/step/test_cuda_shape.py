@@ -252,7 +252,7 @@ def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int
 #   and 1 to write its result. A batch of "gram" takes about 47 launches, half of them for fp16 matmuls with an fp32
 #   operand, which is split into two fp16 matrices.
 # - Batches have the same size on every layout (4 matrices here), so that the bits of a matrix do not depend on the
-#   layout. A single rank has 15 or 16 batches, and the first of 8 ranks has 4 or 5, of one or two matrices each.
+#   layout. A single rank has 16 batches, and the first of 8 ranks has 4 or 5, of one or two matrices each.
 # - Where torch cannot write an fp16 matmul into a given buffer, the result is copied to its place in the batch, which
 #   is aligned to 64 bytes.
 # - A bucket with an exchange updates momentum in two launches: one for the matrices to send, and one, during the
@@ -260,7 +260,7 @@ def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int
 #   send.
 BUDGETS = {
     ("standard", 8): 76,
-    ("standard", 1): 375,
+    ("standard", 1): 399,
     ("gram", 8): 182,
     ("gram", 1): 791,
     ("auto", 8): 168,  # method="auto" picks the Gram form only for shapes where the Gram form takes fewer FLOPs.
