@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return `isinstance(value, DTensor)` without importing torch.distributed.tensor, which would take 1 s. No DTensor
     can exist before that module is imported."""
-    # `isinstance(value, Tensor)` would also be True for DTensors, because DTensor is a subclass of Tensor
+    # The exact type is compared, because `isinstance(value, Tensor)` is also True for DTensors.
     if type(value) in (Tensor, torch.nn.Parameter):
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -64,8 +64,8 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-# Dict from each device type to the torch object that holds settings for matrix products, and to the values of these
-# settings that disable reduced precision.
+# For each device type, the torch object with the settings for matrix products, and the values of these settings that
+# disable reduced precision.
 _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     # type checkers do not know the attributes of torch.backends.mkldnn
     "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),
@@ -204,12 +204,12 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
-    """Queue of tensors that are being copied to the host. Each entry has the object that the caller passed with the
-    tensor, the copy on the host, the tensor's device, and the event after which the copy is valid."""
+    """Queue of tensors that are being copied to the CPU. Each entry has the object that the caller passed with the
+    tensor, the copy on the CPU, the tensor's device, and the event after which the copy is valid."""
 
     def send(self, about: _T, value: Tensor) -> None:
-        """Start copying a tensor to the host. `about` is the object that `arrived` returns with the copy."""
-        module: Any = torch.get_device_module(value.device)  # an event of `torch.cpu` does nothing
+        """Start copying a tensor to the CPU. `about` is the object that `arrived` returns with the copy."""
+        module: Any = torch.get_device_module(value.device)  # For CPU tensors, events do nothing.
         host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type != "cpu")
         host.copy_(value, non_blocking=True)
         event = module.Event()
@@ -218,8 +218,8 @@ class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
 
     def arrived(self) -> Iterator[tuple[_T, Tensor]]:
         """Remove completed copies from the front of the queue, without waiting for unfinished copies. Yield pairs of
-        the object that the caller passed to `send` and the copy. While a CUDA graph is being captured, events cannot be
-        queried, so copies from its device stay in the queue."""
+        the object that the caller passed to `send` and the copy. While a device captures a CUDA graph, its events
+        cannot be queried, so copies from this device stay in the queue."""
         while self and not is_capturing(self[0][2]) and self[0][3].query():
             yield self.popleft()[:2]
 
@@ -230,7 +230,7 @@ def default_group() -> Any:
 
 
 def is_alive(group: Any) -> bool:
-    """True if a process group has not been destroyed. torch 2.11 .. 2.13 have no public function for this."""
+    """True if a process group has not been destroyed. torch 2.11 .. 2.13 have no public API for this check."""
     return group in dist.distributed_c10d._world.pg_group_ranks
 
 

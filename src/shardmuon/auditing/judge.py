@@ -282,7 +282,7 @@ class _Evidence:
 
     def spread(self, count: int) -> tuple[_Measure, float]:
         """Measure how much updates vary over `count` reordered runs. Return a function that measures a difference
-        relative to this variation, and the largest measure that rounding can explain.
+        relative to this variation, and the largest value of this function that rounding can explain.
 
         In every direction, the rounding error is assumed to be at least one spacing of the largest weight. If stages of
         the variant store values in fp32, the rounding error is also assumed to be at least one fp32 eps of the result:
@@ -298,8 +298,8 @@ class _Evidence:
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
         """Measure how much the orthogonalizer's error varies over `count` runs on a matrix with a larger norm. Return a
-        function that measures a difference relative to this variation, and the largest measure that rounding can
-        explain."""
+        function that measures a difference relative to this variation, and the largest value of this function that
+        rounding can explain."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
@@ -313,7 +313,7 @@ class _Evidence:
 
         Returns:
             A function that measures a difference relative to the differences that rounding causes, and the largest
-            measure that rounding can explain.
+            value of this function that rounding can explain.
         """
         own, shaken = _lengths(expected), torch.stack(list(lengths))
         floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
@@ -333,12 +333,11 @@ class _Evidence:
                 mistake.
         """
         measure, allowed = self.spread(_ALL)
-        # An update that is far too short differs from the dense update by nearly the whole dense update. The short
-        # update is small compared with this difference, so any simulated fault with a short update would seem to
-        # explain it. For this reason, `whole` is the size of the difference or of the update, whichever is smaller.
+        # The unexplained part is compared with `whole`: the size of the difference or of the update, whichever is
+        # smaller. If an update is far too short, its difference from the dense update is much larger than the update
+        # itself. Compared with this difference, any simulated fault with a short update would seem to explain it.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        # A guess (a simulated fault) is accepted only if the size of the part of the wrong update that it does not
-        # explain is below `least`.
+        # Accept a guess (a simulated fault) only if it leaves less than `least` of the wrong update unexplained.
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
         # If the norm of the weights is wrong, a simulated fault must also explain at least half of the norm's error.

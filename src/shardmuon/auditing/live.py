@@ -263,8 +263,8 @@ class StepAudit:
         return [self._proposal.grads[sample.row.order[0]] is not None] if len(sample.before["weights"][1]) else []
 
     def _read(self, number: int, matrix: int, target: int) -> _Sample | None:
-        """Read this rank's part of a matrix before the step. Return None if the plan divides the parameter into other
-        matrices than the parameter's current layout does."""
+        """Read this rank's part of a matrix before the step. Return None if the plan divides the parameter into
+        different matrices than the parameter's current layout does."""
         one, layout, plan = self._params[number], self._layouts[number], self._binding.plan
         if layout.view != plan.specs[number].layout.view:
             return None
@@ -377,8 +377,8 @@ class _Part(NamedTuple):
     """The elements of one matrix that one rank stores.
 
     Attributes:
-        sources: One list for each stored piece of the tensor that overlaps the matrix. The list gives the indices of
-            the matrix's elements in each dim of the rank's storage.
+        sources: For each locally stored piece that overlaps the matrix, one index tensor per dim of the rank's local
+            tensor. The outer product of the index tensors selects the matrix's elements in that piece.
         places: (n,) int64 row-major positions of the elements in the matrix.
     """
 

@@ -304,8 +304,8 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Compute the factor by which all Newton-Schulz steps together scale each singular value of the normalized
-        matrix, if that matrix is first divided by `longer`. The factor includes this division."""
+        """Compute the factor by which each singular value of the normalized matrix is scaled by dividing the matrix by
+        `longer` and then applying all Newton-Schulz steps."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()

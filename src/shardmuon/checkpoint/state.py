@@ -66,8 +66,8 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        # If the layout of a shard is still unknown, so are the matrices to which the shard belongs. The first step then
-        # creates the state of the Muon variant's post-processing stages for the shard.
+        # While the layout of a shard is unknown, the shard's matrices are unknown, too. In this case, the first step
+        # creates the state that the Muon variant stores for the shard.
         if view.matrices:
             engine, stacked = engine_for(param, group), view.num_row_dims == 2
             for key, shape in _state_shapes(stages_of(group), view).items():
@@ -123,8 +123,8 @@ def read_state(
 
 def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
     """Split an optimizer's state dict in two: a dict from parameter key to the parameter's state, and the parameter
-    groups. The returned state includes the state of post-processing stages (such as NorMuon's second moments) that the
-    saved groups contain.
+    groups. State of Muon variants (such as NorMuon's second moments) that is stored in the saved groups is moved to the
+    dict.
 
     Raises:
         ValueError: `saved` is not an optimizer's state dict.
@@ -189,8 +189,8 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the optimizer's group and the saved group name the same parameters in the same order. A
-    name is compared only if both groups have one.
+    """Raise ValueError unless the optimizer's group and the saved group name the same parameters in the same order. If
+    only one of the groups has names, nothing is compared.
 
     State is assigned to parameters by position, so without this check, the state of two parameters of equal shape could
     be swapped unnoticed.

@@ -79,9 +79,9 @@ def num_ranks() -> int:
 
 @dataclass(frozen=True)
 class GroupRef:
-    """Reference to a process group by name, or just the ranks of a group. The reference does not keep the group alive:
-    `_Made` explains why. After the process groups of the job have been destroyed and created again, the reference
-    resolves to the new group of the same name if that group has the same ranks.
+    """Reference to a process group by name, or just the ranks of a group. The reference does not keep the group alive
+    (see `_Made`). After the process groups of the job have been destroyed and created again, the reference resolves to
+    the new group of the same name if that group has the same ranks.
 
     Attributes:
         ranks: Global ranks in group-rank order.
@@ -215,7 +215,7 @@ class Traffic:
         orthogonalized: Number of matrices orthogonalized on this rank.
         norm_reductions: Number of small all-reduces of weight norms, which Muon variants that control weight norms
             (such as Hyperball) need.
-        norms_sent: Number of values sent in these all-reduces: 8 bytes for each matrix.
+        norms_sent: Number of values sent in these all-reduces: one value of 8 bytes per matrix.
     """
 
     exchanges: int = 0
@@ -398,8 +398,8 @@ class Lane:
         return [pickle.loads(row.numpy().data) for row in rows]
 
     def _wait(self, pending: list[Any], deadline: float) -> None:
-        """Wait for all pending send and receive operations of the lane (message channel). Each operation's handle is
-        dropped only after the wait, because gloo abandons a message whose handle is dropped earlier."""
+        """Wait for the operations in `pending`, and remove them from the list. Each operation's handle is dropped only
+        after the wait, because gloo abandons an operation if its handle is dropped earlier."""
         while pending:
             pending.pop(0).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 

@@ -18,7 +18,7 @@ inputs that must be equal on all ranks. `Call.agree` decides whether all ranks p
 
 [Note: the message]
     A message contains the rank's phase (the operation on which it votes), flags, a sum of digests, and presence bits
-    (for gradients that only some ranks have). Phases, flags and bits are merged by bitwise "or". Messages with
+    (for gradients that only some ranks have). Phases, flags and bits are merged by bitwise OR. Messages with
     different phases can be merged, too: the merged phase then has the bits of all of them.
 
     Digests must be equal within each set of ranks, and one sum checks all sets at once. For each set S of n ranks, the
@@ -55,8 +55,8 @@ from shardmuon.errors import Refused, fault_text, ranks_text
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
-# Largest number of presence bits (for gradients that only some ranks have) in the message of a vote. The limit leaves
-# 256 bytes of the message for the other fields.
+# Largest number of presence bits (which say for which parameters a rank has a gradient) in the message of a vote. The
+# limit leaves 256 bytes of the message for the other fields.
 MOST_BITS = 8 * (Lane.LARGEST - 256)
 
 
@@ -105,8 +105,7 @@ class Fault:
         Args:
             component: The connected ranks, all of which must call this method.
             phase: The operation that the caller continues with if no rank has an error.
-            asked: This rank's answer to a yes-or-no question that the caller puts to all ranks. The answers are merged
-                by "or".
+            asked: This rank's answer to a yes-or-no question that the caller asks on all ranks.
 
         Returns:
             True if `asked` is True on any rank.
@@ -127,7 +126,7 @@ class Fault:
 
 
 class Phase(IntFlag):
-    """Collective operation on which a rank votes. The result of a vote (the verdict) contains the bitwise "or" of the
+    """Collective operation on which a rank votes. The result of a vote (the verdict) contains the bitwise OR of the
     phases of all ranks."""
 
     DISCOVER = 1
@@ -138,8 +137,8 @@ class Phase(IntFlag):
 
 
 class Flag(IntFlag):
-    """Conditions that a rank reports in a vote. The verdict, which is the result of the vote, merges the flags of all
-    ranks by bitwise "or".
+    """Conditions that a rank reports in a vote. The result of the vote (the verdict) contains the bitwise OR of the
+    flags of all ranks.
 
     Attributes:
         FAULT: The rank has an error and cannot proceed.
@@ -167,8 +166,8 @@ class Ballot(NamedTuple):
         flags: Conditions on this rank.
         digests: Digests of data that must be equal on all ranks of a set. The dict has one digest for each set to which
             this rank belongs.
-        presence: Bits for facts that only some ranks know, such as "has this gradient". A verdict merges the bits of
-            all ranks by "or".
+        presence: Bits that say, for example, which parameters have a gradient on this rank. A verdict contains the
+            bitwise OR of the bits of all ranks.
     """
 
     phase: Phase
@@ -208,8 +207,8 @@ def digest_of(value: object) -> bytes:
 
 
 def _told_by(everyone: Iterable[str | None]) -> list[str]:
-    """Merge the error messages of all ranks into one text. Each distinct message appears once, preceded by the ranks
-    that reported it, as in "ranks 0-7: out of memory"."""
+    """Merge equal error messages of different ranks. Each returned message begins with the ranks that reported it, as
+    in "ranks 0-7: out of memory"."""
     found: dict[str, set[int]] = {}
     for said in everyone:
         if said is not None:
@@ -506,8 +505,8 @@ class Call(ABC, Generic[_K]):
         """Rebuild the binding (data that ranks build together), starting on a rank without a cached binding. Collective
         over the component: ranks with a cached binding learn of the rebuild in their next vote ([Note: who votes])."""
         sets, component = list[Ranks](), None
-        # Make two attempts to find the sets of ranks that are waiting for this rank, because an interrupt can end the
-        # first attempt.
+        # Try twice to find the sets of ranks that are waiting for this rank, because an interrupt can end the first
+        # attempt.
         for _ in range(2):
             with fault:
                 before = self.before()

@@ -86,8 +86,7 @@ class BucketCount:
     """Work of one rank in one bucket.
 
     Attributes:
-        number: Index of the bucket in the plan, which is the same on all ranks that exchange the bucket's matrices; -1
-            if nothing is exchanged.
+        number: Index of the bucket in the plan; -1 if nothing is exchanged.
         exchange: True if the bucket's matrices are exchanged between ranks (see `plan.plan.Bucket`).
         num_ranks: Number of ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
         num_nodes: Number of nodes to which these ranks belong.

@@ -252,7 +252,8 @@ class Rates:
 
     def of(self, name: str, size: float = 1.0, where: str = "") -> _Ends:
         """Look up a number, or a table's value at a size, and return it as (best, middle, worst). If the size is beyond
-        the table's ends, record the lookup in `extrapolated` under the description `where`, unless `where` is empty."""
+        the table's ends and `where` is not empty, record the lookup in `extrapolated` under the description
+        `where`."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
@@ -344,9 +345,9 @@ class Rates:
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Record that an estimate looked up a number in the hardware file. The lookup goes into `unverified` if nobody
-        has checked the number. If the size was beyond the ends of the number's table, `beyond` describes the size, and
-        the lookup is also recorded in `extrapolated`."""
+        """Record that an estimate used a number from the hardware file: in `unverified` if nobody has checked the
+        number, and in `extrapolated` if the size was beyond the ends of the number's table. In the latter case,
+        `beyond` describes the size; otherwise it is empty."""
         if not known.verified:
             self.unverified.setdefault(name, known.source)
         if beyond:

@@ -479,26 +479,26 @@ class _RankClass:
 
     @property
     def count(self) -> int:
-        """Number of ranks in this class of ranks that do equal work."""
+        """Number of ranks in the class."""
         return len(self.ranks)
 
     @property
     def flops(self) -> int:
-        """Number of floating point operations that each of the class's ranks, which do equal work, spends on
+        """Number of floating point operations that each rank in the class (a set of ranks that do equal work) spends on
         orthogonalization in one step."""
         return sum(m.num * m.flops for bucket in self.buckets for m in bucket.matrices)
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Bytes that each of the class's ranks, which do equal work, sends in a step, as (to ranks on its node, to
-        other nodes). The sum of the two equals the step's `Traffic.bytes_sent`."""
+        """Bytes that each rank in the class (a set of ranks that do equal work) sends in a step, as (bytes to ranks on
+        the same node, bytes to other nodes). The sum of the two equals the step's `Traffic.bytes_sent`."""
         sides = [side for bucket in self.buckets for side in bucket.sent]
         return sum(side.inside for side in sides), sum(side.across for side in sides)
 
     @property
     def peak(self) -> int:
-        """Upper bound on the bytes that a step needs on each of the class's ranks, which do equal work, in addition to
-        the bytes `stored` between steps.
+        """Upper bound on the bytes that a step needs on each rank in the class (a set of ranks that do equal work), in
+        addition to the bytes `stored` between steps.
 
         The bound covers the batches and exchange buffers of two buckets (groups of matrices), a workspace of four times
         the batches of one bucket, and 8 bytes for each element whose momentum is updated at the same time (see
@@ -511,13 +511,14 @@ class _RankClass:
 
     @property
     def exchanges(self) -> int:
-        """Number of all-to-all calls that each of the class's ranks, which do equal work, makes in a step."""
+        """Number of all-to-all calls that each rank in the class (a set of ranks that do equal work) makes in a
+        step."""
         return sum(bucket.exchanges for bucket in self.buckets)
 
     @property
     def orthogonalized(self) -> int:
-        """Number of matrices that each of the class's ranks, which do equal work, orthogonalizes in a step. It equals
-        `Traffic.orthogonalized`."""
+        """Number of matrices that each rank in the class (a set of ranks that do equal work) orthogonalizes in a step.
+        It equals `Traffic.orthogonalized`."""
         return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 

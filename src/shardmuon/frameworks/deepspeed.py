@@ -402,8 +402,8 @@ class _DeepSpeedHost(Host):
         elif "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(flat)
-            # A swapped flat buffer gets no `exp_avg_sq`, because DeepSpeed would write the expanded tensor to a file at
-            # full size.
+            # `exp_avg_sq` is one zero that is expanded to the shape of the flat buffer. A swapped flat buffer gets
+            # none, because DeepSpeed would write one zero per element of the flat buffer to the file.
             if not known.swapped:
                 state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
         elif state["exp_avg"].shape != flat.shape:

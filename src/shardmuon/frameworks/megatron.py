@@ -502,8 +502,8 @@ class _ShardHost(_Unfinished):
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
-            # Always copy, because the next step checks the weight norms in state tensors that no step has checked yet.
-            # If a step had checked the loaded tensors on some ranks only, the ranks would disagree on what to check.
+            # Always copy. The next step checks weight norms in all tensors that are new to the optimizer. Without the
+            # copy, loaded tensors could be new on some ranks only, and the ranks would disagree on what to check.
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core, count)
 
