@@ -89,8 +89,8 @@ _LONGER = 1 / 16  # largest relative increase of the input matrix's norm in a pe
 # Relative error of the "exact" reference, which is computed in fp64 from a Gram matrix. The Gram matrix squares
 # singular values, so the reference is inaccurate for small ones.
 _OWN = 1e-9
-# Half of the largest relative error that storing momentum as 8-bit codes can cause. `_judge_momentum` derives the
-# largest error, and multiplies this number by 2.
+# Half of the largest relative error of momentum that is stored as 8-bit codes. `_judge_momentum` derives the error, and
+# doubles this number.
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2
 _EPS = torch.finfo(torch.float32).eps
 # Number of roundings when a stage of a Muon variant scales a matrix by a norm. The norm, the stored norm, the factor

@@ -2,12 +2,12 @@
 report on all ranks.
 
 [Note: order of collectives]
-    Ranks that share parameters, directly or through other ranks, form a connected component. Before the step, all ranks
-    of a component rebuild the layout table, which lists the part of each of Muon's parameters that each rank stores,
-    with the code that made the table for the plan. Then the sets of ranks that share parameters run one gather each,
-    from the smallest set to the largest, to agree on the matrices that all ranks of a set could read. After the step,
-    each sampled matrix is assembled in one exchange between the ranks that store its parts. Then the ranks of each set
-    gather fingerprints of their replicas. Finally, all ranks of the component share their findings.
+    Ranks that share parameters, directly or through other ranks, form a connected component. The layout table lists,
+    for each parameter that Muon updates, which part is stored on which rank. Before the step, all ranks of a component
+    rebuild this table with the code that made the table for the plan. Then the sets of ranks that share parameters run
+    one gather each, from the smallest set to the largest, to agree on the matrices that all ranks of a set could read.
+    After the step, each sampled matrix is assembled in one exchange between the ranks that store its parts. Then the
+    ranks of each set gather fingerprints of their replicas. Finally, all ranks of the component share their findings.
 
     An exception that can occur on a single rank is caught and reported as a finding, so that the rank still takes part
     in every collective.
@@ -149,9 +149,9 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the layouts
 
     def _described(self) -> Table | None:
-        """Rebuild the layout table, which lists the part of each of Muon's parameters that each rank stores, and
-        compare it with the table from which the plan was made. Return None if the ranks do not agree on a table.
-        Collective over all ranks that share parameters, directly or through other ranks."""
+        """Rebuild the layout table, which lists, for each parameter that Muon updates, which part is stored on which
+        rank. Compare it with the table that was used to make the plan. Return None if the ranks do not agree on a
+        table. Collective over all ranks that share parameters, directly or through other ranks."""
         component, fault, listed = self._binding.component, Fault(), list[Listed]()
         with fault:
             listed = self._listed()

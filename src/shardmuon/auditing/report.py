@@ -102,8 +102,8 @@ class MatrixRow:
             explain a difference of half of the update.
         compared: True if the step had an update to compare; otherwise `difference` and `allowed` are 0.
         difference: Difference between the applied update and the update of the dense reference, relative to the update.
-            It is measured in the direction in which rounding explains the smallest part of the difference (see [Note:
-            the shake] in auditing/judge.py). It is 0 if the weights after both updates are bitwise equal.
+            It is measured in the direction in which rounding explains the least of it (see [Note: the shake] in
+            auditing/judge.py). It is 0 if the weights after both updates are bitwise equal.
         allowed: Largest difference that rounding can explain. If the weights after both updates are bitwise equal, this
             is the limit for the difference between the dense reference and exact arithmetic.
     """

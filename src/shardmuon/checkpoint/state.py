@@ -179,7 +179,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     # keys of a saved group that are not copied to the optimizer's group, for example options that hold process groups
     kept = {"params", CARRIED, *PLACE_OPTIONS}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
-        kept.add("eps")  # an AdamW group keeps its own eps, because the eps of torch.optim.Muon has another meaning
+        kept.add("eps")  # an AdamW group keeps its own eps, because torch.optim.Muon's eps has a different meaning
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     check_hyperparameters(where, group)
     if group["use_muon"]:

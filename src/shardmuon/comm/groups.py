@@ -168,7 +168,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # a process group can be referenced even after it has been destroyed
+    if kept is not None and is_alive(kept):  # the reference can return a process group that has been destroyed
         # The cached process group takes precedence over `hint`, because ranks that rebuild a plan can pass different
         # hints.
         return kept

@@ -17,9 +17,9 @@ inputs that must be equal on all ranks. `Call.agree` decides whether all ranks p
     computes the round after which the last rank has all entries, and all ranks stop after that round.
 
 [Note: the message]
-    A message contains the rank's phase (the operation on which it votes), flags, a sum of digests, and presence bits
-    (for gradients that only some ranks have). Phases, flags and bits are merged by bitwise OR. Messages with
-    different phases can be merged, too: the merged phase then has the bits of all of them.
+    A message contains the rank's phase (the operation on which it votes), flags, a sum of digests, and presence bits,
+    which say for which parameters the rank has a gradient. Phases, flags and presence bits are merged by bitwise OR.
+    Messages with different phases can be merged, too: the merged phase then has the bits of all of them.
 
     Digests must be equal within each set of ranks, and one sum checks all sets at once. For each set S of n ranks, the
     first rank of S adds (n - 1) h(S, digest) modulo 2^128, and each other rank of S subtracts h(S, digest). Here h is a
@@ -80,7 +80,7 @@ class Fault:
         Args:
             text: Error message; None records nothing.
             cause: The exception that caused the error, or None.
-            own: If True, prefix the message with "rank R: ", where R is this rank.
+            own: If True and the job has several ranks, prefix the message with "rank R: ", where R is this rank.
         """
         if text is not None and self.text is None:
             self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
@@ -557,7 +557,7 @@ def refuse_unlike(
     component, unlike, mine = tuple(everyone), None, None
     with fault:
         for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
-            # the digests differ, or only some ranks of the set have a digest
+            # True if the digests differ, or if only some ranks of the set have a digest
             if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
                 unlike = ranks
                 break

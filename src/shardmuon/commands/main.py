@@ -131,7 +131,7 @@ def _route(args: argparse.Namespace) -> int:
     _, _, model, _ = load_model(args.model, args.meta)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # `param_groups` requires an lr, on which the routing table does not depend.
+        # `param_groups` requires an lr, but the lr does not affect the routing table.
         groups = param_groups(model, lr=1.0)
     print(groups)
     for warning in caught:

@@ -119,7 +119,7 @@ def plan(
             a whole training step with Muon to that with AdamW.
         active_params: Number of parameter elements used per token. Required if `tokens_per_step` is given for a model
             that has experts and is not a preset.
-        weights: dtype of the model's parameters and gradients.
+        weights: dtype of the model's parameters and, except under ZeRO, of their gradients.
         **options: Options of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
 
     Returns:

@@ -220,7 +220,7 @@ class _DeepSpeedHost(Host):
 
     def _restore_options(self, core: Any) -> None:
         """Repair options and step counts after DeepSpeed has loaded a universal checkpoint. In addition, move the
-        variant's state (such as NorMuon's second moments) from the groups, in which it was saved, to this object.
+        variant's state (such as NorMuon's second moments) from the groups, where it was saved, to this object.
 
         DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position. With ZeRO stage 3,
         it assigns the options of the first group to every group. It also gives all sub-groups the same "step" tensor,

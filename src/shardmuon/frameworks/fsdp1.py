@@ -42,7 +42,7 @@ class _FSDP1Host(Host):
             dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
             if not dtypes or any(SCALE in state[key] for key, _ in members):
                 continue  # Skip an FSDP1 unit that has no state yet, or has 8-bit momentum, which FSDP1 cannot save.
-            # `dtype` can represent the values of all state tensors of the unit exactly.
+            # `dtype` can exactly represent the values of all state tensors of the FSDP1 unit.
             dtype = reduce(torch.promote_types, dtypes)
             for key, param in members:
                 zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)

@@ -14,11 +14,10 @@ This module works with megatron-core 0.19 (docs/megatron.md lists the exact vers
     Each bucket of a gradient buffer is split into equal parts, one per data-parallel rank. A part can begin or end
     inside a matrix. `DistributedOptimizer` replaces the parameters in the optimizer's groups with 1-D shards, one for
     each parameter that has elements in this rank's parts (`model_param_gbuf_map`, `_get_model_param_range_map`). The
-    order of the shards differs between ranks. A shard of an fp32 parameter is a view; a shard of a parameter with
-    another dtype is an fp32 copy. This module changes the groups so that every rank has shards of all matrices in the
-    same order, some of which are empty. The optimizer steps these shards like those of any other flat buffer. Without
-    the distributed optimizer, every replica has the complete main weights, which the optimizer steps like ordinary
-    parameters.
+    order of the shards differs between ranks. A shard of an fp32 parameter is a view; a shard of any other parameter is
+    an fp32 copy. This module changes the groups so that every rank has one shard of each matrix, which can be empty, in
+    the same order. The optimizer steps these shards like those of any other flat buffer. Without the distributed
+    optimizer, every replica has the complete main weights, which the optimizer steps like ordinary parameters.
 
 [Note: checkpoints]
     All of Megatron's formats read and write state through two methods, which support only Adam's `exp_avg` and
