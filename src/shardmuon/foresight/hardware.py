@@ -35,12 +35,13 @@ from numpy.typing import NDArray
 
 from shardmuon.orthogonalize import batch_size
 
-# Bytes that each pass over memory reads and writes per fp32 element. Buffers that are sent or received are not counted,
-# because they have the dtype of the exchange. A pass is a sequence of foreach kernels, which run on lists of tensors. G
-# is the gradient, B the momentum buffer, U the update, W the weight.
+# Bytes that each pass over memory reads and writes per fp32 element. A pass is a sequence of foreach kernels, which run
+# on lists of tensors. `Rates.passed` adds the bytes of operations on send and receive buffers that depend on the dtype
+# of the exchange. G is the gradient, B the momentum buffer, U the update, W the weight.
 #   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the send buffer).
 #   momentum: only the first lerp of "pack", for elements that another replica sends to be orthogonalized.
-#   apply: scale (read W, write W), widen (read the receive buffer, write U), add (read U, read W, write W).
+#   apply: scale (read W, write W), add (read U, read W, write W). With a 2-byte exchange dtype, `Rates.passed` adds a
+#     conversion to fp32 (read the receive buffer, write U).
 #   adamw: the fused kernel reads the parameter, the gradient and both moments, and writes all but the gradient.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 # Number of kernel launches in five Newton-Schulz steps, by orthogonalization method: the operations that a
@@ -125,8 +126,8 @@ class _Known:
         return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
-        # A value whose `slope` is 1 is a time. Beyond the last size in the table, the time grows in proportion to the
-        # size. Below the first size, the time is constant, because latency dominates short operations.
+        # Below the first size in the table, values are constant. If `slope` is 1 (mostly for times), this does not count
+        # as an extrapolation, because latency dominates short operations.
         sizes, *ends = zip(*rows, strict=True)
         beyond = max(1.0, size / sizes[-1]) ** self.slope
         value = beyond * np.array([_between(size, sizes, values) for values in ends])
