@@ -126,8 +126,8 @@ class _Known:
         return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
-        # Below the first size in the table, values are constant. If `slope` is 1 (mostly for times), this does not count
-        # as an extrapolation, because latency dominates short operations.
+        # Below the first size in the table, values are constant. If `slope` is 1 (mostly for times), a size below the
+        # first one does not count as an extrapolation, because latency dominates short operations.
         sizes, *ends = zip(*rows, strict=True)
         beyond = max(1.0, size / sizes[-1]) ** self.slope
         value = beyond * np.array([_between(size, sizes, values) for values in ends])
