@@ -75,7 +75,7 @@ class Keeper:
             state: State of the parameter.
             buffer: Local storage of the momentum; None before the first step.
             grad: Local storage of the gradient.
-            others: Number of state tensors that the Muon variant (NorMuon, ..) stores for the parameter.
+            others: Number of state tensors that the Muon variant (such as NorMuon) stores for the parameter.
         """
         if buffer is None or len(state) != 1 + others or not self.as_computed:
             return False

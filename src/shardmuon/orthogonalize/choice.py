@@ -18,7 +18,7 @@ from shardmuon.orthogonalize.schedules import Triples
 # choose the same method. With this value, "gram" is never chosen for five quintic steps, because it takes more than 1/5
 # of the work of "standard". On CPUs with AVX512-BF16, "gram" would be faster for matrices with n/m above 10.
 _CPU_BF16_RATE = 4.0
-_WORTH_IT = 0.75  # "gram" is chosen if it takes less than this share of the time of "standard"
+_WORTH_IT = 0.75  # "gram" is chosen if it takes less than this fraction of the time of "standard"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ but rounding can lift them slightly above 1.
 
     `pytest -k NAME tests/orthogonalize` shows whether the schedule works (ten seconds). The only conditions are that
     the schedule preserves signs and that its outputs stay within bounds (`Schedule.fault`). Do not add the schedule to
-    other tests, each of which deliberately uses particular schedules. A new row does not change the numerics, so it
+    other tests, because they are meant to test particular schedules. A new row does not change the numerics, so it
     needs no training curve and no new benchmarks/results.
 """
 

@@ -84,8 +84,8 @@ class Item(NamedTuple):
         param, matrix: Index of the parameter's `Spec` in the plan, and index of the matrix in the parameter's view.
         rows, cols: Shape of the matrix.
         owners: A single rank, or one rank per replica in the order of `ParamLayout.replicas`.
-        route: "local" if no element of the matrix is sent; "owner" if the matrix is gathered on its owner and the
-            result is scattered.
+        route: "local" if nothing is sent to orthogonalize the matrix; "owner" if an owner receives parts of the matrix
+            or sends the result to other ranks.
         choice: `orthogonalize.choice.Choice` of the method and dtype for the matrix.
         cost: Floating point operations to orthogonalize the matrix.
     """
@@ -126,8 +126,9 @@ class Bucket(NamedTuple):
         kind: Type of the device on which the parameters are, such as "cuda".
         itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the bucket's matrices in the plan's items.
-        gathers: False if every owner stores its matrices completely, as plain replicas do, and sends no state. The only
-            exchange that the bucket then needs is the relay, which sends the results to the other replicas.
+        gathers: True if parts of matrices or state must be sent to or from an owner. If an exchanged bucket does not
+            gather, because its matrices are plain replicas, for example, it needs only the relay, which sends the
+            results to the other replicas.
     """
 
     ranks: Ranks

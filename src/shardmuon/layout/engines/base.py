@@ -118,7 +118,7 @@ class Engine:
     access their storage, but make no decisions.
 
     Error messages (of ValueError) must not contain the parameter's name, ranks or shapes, because callers add them.
-    Users see errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks .. store shapes ..:
+    Users see errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks ... store shapes
     ...".
 
     The base class handles plain tensors. Without a process group, a plain tensor is orthogonalized on every rank that
@@ -146,11 +146,11 @@ class Engine:
         """Return the ranks that share the tensor. This method reads only the attributes that identify these ranks, so
         that an error in any other attribute can still be sent to the ranks.
 
-        A subclass whose ranks each store one part returns `Ties(<ranks in order of parts>, (my_rank(),))`; if a
-        `process_group` also joins the replicas of a part, the second field is `super().ties(param, group).mates`. A
-        subclass whose group cuts the tensor at arbitrary elements, so that each rank's claim states the position of its
-        part, returns `Ties((my_rank(),), <ranks of the group>)`. If ranks return different groups for the same tensor,
-        some of them wait until the timeout, because no rank can detect the difference alone.
+        If each rank stores one part of the tensor, a subclass returns `Ties(<ranks in order of parts>, (my_rank(),))`.
+        If the parts also have replicas in a `process_group`, the second field is `super().ties(param, group).mates`. If
+        the tensor is cut at arbitrary elements, so that each rank's claim states the position of its part, a subclass
+        returns `Ties((my_rank(),), <ranks of the group>)`. If ranks return different groups for the same tensor, some
+        of them wait until the timeout, because no rank can detect the difference alone.
         """
         return Ties((my_rank(),), _mates_of(group))
 
