@@ -80,8 +80,8 @@ class Core:
         broken: Description of the failure that interrupted a step and left the ranks out of sync; None if no step has
             failed in this way.
         options: Reader of the groups' options, which caches them.
-        settled: State tensors with weight norms (variant "hyperball") that a step has checked since they were created
-            or loaded.
+        settled: Stored weight norms (state tensors of variant "hyperball") that need no further check, because a step
+            has checked them since they were created or loaded.
         hosts: Integrations with the frameworks that may call `step`.
         has_trained: True once some parameter has had a gradient in a step.
     """
@@ -454,8 +454,8 @@ class Muon(Core, Optimizer):
             `sqrt(max(1, rows/cols))`, "match_rms_adamw" for `0.2 sqrt(max(rows, cols))`, "spectral" for
             `sqrt(max(rows, cols))`, "unit_rms_norm" for `sqrt(rows/cols)`, "none" for 1. docs/learning_rate.md lists
             the names that other libraries use.
-        variant: Name of a variant (such as "normuon"; see docs/variants.md), or several names joined by "+"
-            ("muon_eq+cautious").
+        variant: Name of a variant (such as "normuon" or "hyperball"; see docs/variants.md), or several names joined by
+            "+" ("muon_eq+cautious").
         process_group: Process group whose ranks have replicas of the plain (not DTensor) parameters, as under DDP, and
             share the work. Planning checks that the replicas are equal. Default: every rank orthogonalizes its own
             plain tensors. The value () in a group dict means that no other rank has the group's tensors (experts).

@@ -29,7 +29,7 @@ class Choice:
         method: "standard", "gram" or "torch".
         dtype: Dtype of the matrix products.
         reason: Reason for the choice, which the printed plan shows. A reason can name capabilities of one rank's
-            machine, so it is no part of the `repr`, by which ranks compare their plans.
+            machine, so it is left out of the `repr`, by which ranks compare their plans.
     """
 
     method: str

@@ -120,7 +120,7 @@ class Bucket(NamedTuple):
     plan, exchanged buckets are sorted by the first five of these fields.
 
     Attributes:
-        ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
+        ranks: Ranks of the exchange. If the bucket is not exchanged, the ranks that orthogonalize its matrices.
         exchange: True if the bucket's matrices are exchanged between ranks, False if their `Item.route` is "local".
         num_owners: Number of owners of each item, which is equal for all items of the bucket.
         kind: Type of the device on which the parameters are, such as "cuda".

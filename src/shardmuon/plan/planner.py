@@ -192,9 +192,8 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Mac
 
 
 def _cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> _Way:
-    """Choose the buckets (sets of matrices that are exchanged together) with the shortest estimated time for the
-    matrices that a set of ranks shares. The owners, the ranks that orthogonalize the matrices, have already been
-    chosen."""
+    """Divide the matrices that a set of ranks shares into buckets (sets of matrices that are exchanged together), by
+    estimated time. The owners, the ranks that orthogonalize the matrices, have already been chosen."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():

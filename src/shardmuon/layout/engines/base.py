@@ -280,8 +280,8 @@ class Engine:
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
         """Make a zero-filled state tensor, on the parameter's device, for the values that a post-processing stage of a
         Muon variant (such as NorMuon's) stores for each matrix ([Note: placement of stage state]). `shape`: global
-        shape of the state tensor, (number of stacked matrices or 1, values per row). `stacked`: True if the parameter
-        is a stack of matrices."""
+        shape of the state tensor, with one row per matrix of a stack, or else a single row. `stacked`: True if the
+        parameter is a stack of matrices."""
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
