@@ -145,7 +145,7 @@ class MuonConfig:
         products_dtype(self.method, self.ns_dtype, torch.device("cpu"))
 
     def changed(self) -> dict[str, Any]:
-        """Return a dict from name to value of the options that differ from their defaults."""
+        """Return the options that differ from their defaults, as a dict from name to value."""
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
 
     def stored(self) -> str:

@@ -44,8 +44,8 @@ class Listed(NamedTuple):
         name: Name of the parameter in error messages.
         identity: Name that identifies the parameter on all ranks; "" if it has none.
         param, group: The tensor and its parameter group.
-        view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the tensor holds no
-            matrices (an AdamW parameter).
+        view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the layout describes no
+            matrices, because the caller (such as gradient clipping) needs none.
         options: Text that lists the parameter's other options, such as its dtype. The text must be equal on all ranks
             that share the parameter.
     """

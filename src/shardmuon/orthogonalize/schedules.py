@@ -141,12 +141,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # "simple" is the name of "keller" in Emerging-Optimizers and Megatron
+    "simple": "keller",  # "simple" is Emerging-Optimizers' and Megatron's name for "keller"
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # "deepseekv4" is the name of "deepseek_v4" in Emerging-Optimizers
+    "deepseekv4": "deepseek_v4",  # "deepseekv4" is Emerging-Optimizers' name for "deepseek_v4"
     "cubic5": "cubic",
 }
 

@@ -323,7 +323,7 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
     found: list[_Share] = []
     for wave in waves:
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        # for each replica, the number of its owners (ranks that orthogonalize) whose matrices are in a share so far
+        # for each replica, the number of owners (ranks that orthogonalize matrices) already assigned to a share
         dealt = Counter[int]()
         for line in sorted(_lines(wave), key=lambda line: (-sum(item.cost for item in line), line[0].owners)):
             replica = prices[line[0].key].replica
@@ -478,7 +478,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     size = itemsize * max(sent, *came.values())
     gather = _exchange_ns(size, most.holders, most.inside, machine) if most.holders > 1 else None
     relay: int | None = None
-    # nanoseconds that it takes to copy results to the send buffer of the relay (the exchange with other replicas)
+    # time, in nanoseconds, to copy results to the send buffer of the relay (the exchange with other replicas)
     copied = 0
     if most.replicas > 1:
         replicas, near = max(one.spread[2:] for one in matrices)
