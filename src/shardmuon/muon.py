@@ -69,7 +69,7 @@ class Core:
         param_groups, state: The attributes of torch.optim.Optimizer. Frameworks can replace both.
         config: Options that apply to the whole optimizer, not to a single group.
         keeper: Object that creates and converts stored momentum.
-        audits: Schedule of the audits, which compare a step with a dense reference.
+        audits: Schedule of the audits, which compare a step with an unsharded reference step.
         process_group: The process group whose ranks have replicas of the plain (not DTensor) parameters; None if there
             is none.
         traffic: Counters of this rank's exchanges and orthogonalized matrices.
@@ -80,8 +80,8 @@ class Core:
         broken: Description of the failure that interrupted a step and left the ranks out of sync; None if no step has
             failed in this way.
         options: Reader of the groups' options, which caches them.
-        settled: State tensors with weight norms (variant "hyperball") that a step has checked since they were created
-            or loaded.
+        settled: Stored weight norms (state tensors of variant "hyperball") that need no further check, because a step
+            has checked them since they were created or loaded.
         hosts: Integrations with the frameworks that may call `step`.
         has_trained: True once some parameter has had a gradient in a step.
     """
@@ -161,7 +161,7 @@ class Core:
     def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Ballot) -> AuditReport | None:
         """Update weights and state, after all ranks have agreed to the step. Return the report of the step's audit, or
         None if the step was not audited."""
-        # Of the parameters without elements on this rank, those take part whose gradient another rank has.
+        # A parameter without elements on this rank takes part in the step if any rank has a gradient for it.
         for number in binding.elsewhere:
             if not verdict.presence >> binding.bits[number] & 1:
                 proposal.states[number] = GradientState.NONE
@@ -307,7 +307,7 @@ class StepCall(TableCall[Binding]):
         self._core = core
         self.options: list[Settings | None] = []
         if core.process_group is not None:
-            with fault:  # this rank must take part in planning even if it has no parameters
+            with fault:  # all ranks of `process_group` must plan together, even a rank without parameters
                 # `group_ranks` raises an error if the process group has been destroyed
                 self.beyond = tuple(sorted(group_ranks(core.process_group)))
 
@@ -445,17 +445,17 @@ class Muon(Core, Optimizer):
         weight_decay: Factor wd of the decay.
         momentum: Factor mu.
         nesterov: Use Nesterov momentum.
-        ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`),
-            coefficients (a, b, c) for all Newton-Schulz steps, or one such triple per step. Coefficients that flip
-            signs or diverge are rejected.
+        ns_coefficients: Name of a schedule (such as "keller", "quintic" or "polar_express"; see `shardmuon.schedule`),
+            one triple of coefficients (a, b, c) for all Newton-Schulz steps, or one triple per step. A schedule that
+            diverges or flips the sign of a singular value is rejected.
         ns_steps: Number of Newton-Schulz steps (ignored if `ns_coefficients` has one triple per step). Default: the
             schedule's own number, or 5 for a single triple.
         adjust_lr_fn: Name of the scale s, which depends on the global shape of the matrix: None or "original" for
             `sqrt(max(1, rows/cols))`, "match_rms_adamw" for `0.2 sqrt(max(rows, cols))`, "spectral" for
             `sqrt(max(rows, cols))`, "unit_rms_norm" for `sqrt(rows/cols)`, "none" for 1. docs/learning_rate.md lists
             the names that other libraries use.
-        variant: Name of a variant ("normuon", "hyperball", .., see docs/variants.md), or several joined by "+"
-            ("muon_eq+cautious").
+        variant: Name of a variant (such as "normuon" or "hyperball"; see docs/variants.md), or several names joined by
+            "+" ("muon_eq+cautious").
         process_group: Process group whose ranks have replicas of the plain (not DTensor) parameters, as under DDP, and
             share the work. Planning checks that the replicas are equal. Default: every rank orthogonalizes its own
             plain tensors. The value () in a group dict means that no other rank has the group's tensors (experts).
@@ -482,7 +482,7 @@ class Muon(Core, Optimizer):
         bucket_bytes: Maximum total size, in bytes, of the whole matrices that one rank orthogonalizes per bucket. None:
             the planner chooses a size as described in `shardmuon.plan.plan.Policy`.
         audit_every: Number of steps from one audit to the next, beginning with an audit of the first step. An audit
-            compares the step with a dense reference; if they differ, every rank raises AuditError once the step is
+            compares the step with an unsharded reference; if they differ, every rank raises AuditError once the step is
             complete. None: audit a step only if `shardmuon.audit` requests it. See docs/audit.md.
         adamw_lr: Learning rate of all parameters that AdamW updates; allowed only if `params` is a module. Default: the
             rate at which AdamW's updates are as large as Muon's; `shardmuon.param_groups` prints this rate. See
@@ -602,7 +602,7 @@ class Muon(Core, Optimizer):
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
-                    continue  # this integration's framework is not imported, so it cannot be active
+                    continue  # an integration with a framework that is not imported cannot be active
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -718,12 +718,12 @@ class Muon(Core, Optimizer):
 
         The method can be called before the first step and between steps. It checks everything before it changes
         anything: number, shapes and names of parameters (names only if both the state dict and the optimizer have
-        them), state keys, and options. A state dict that was saved with another sharding must be loaded through
+        them), state keys, and options. A state dict that was saved with a different sharding must be loaded through
         torch.distributed.checkpoint. State of torch.optim.Muon is accepted, since its entries have the same meaning;
         state of any other optimizer is rejected.
 
         Raises:
-            ValueError: The state dict does not match this optimizer, which is unchanged.
+            ValueError: The state dict does not match this optimizer. The optimizer is left unchanged.
         """
         host = self.hosts.active
         # An active host (framework integration) loads the state dict itself, because the dict contains the state of
@@ -762,7 +762,7 @@ class Muon(Core, Optimizer):
         """Return the state for copies and pickles, without objects that are valid only in one process: the plan, caches
         and framework integrations. The state contains the ranks of the last vote, so that a copy, which has no plan,
         can vote together with ranks that made no copy and still have their plan. Copies share process groups. A pickle
-        names them, and only the default process group can be used again after unpickling."""
+        only identifies its process groups, and after unpickling, only the default process group can be used."""
         own = {key: self.__dict__[key] for key in _OWN} | {"process_group": GroupRef.of(self.process_group)}
         state = super().__getstate__()
         groups = [{**g, **{key: GroupRef.of(g[key], key) for key in PLACE_OPTIONS}} for g in self.param_groups]

@@ -145,7 +145,7 @@ class MuonConfig:
         products_dtype(self.method, self.ns_dtype, torch.device("cpu"))
 
     def changed(self) -> dict[str, Any]:
-        """Return a dict from name to value of the options that differ from their defaults."""
+        """Return the options that differ from their defaults, as a dict from name to value."""
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
 
     def stored(self) -> str:
@@ -186,7 +186,7 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "transposed": False,
 }
 # Group options whose values are process groups and that apply only to plain (not DTensor) tensors. Checkpoints do not
-# contain these options, because a checkpoint can be loaded with another sharding.
+# contain these options, because a checkpoint can be loaded with a different sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
 # AdamW's defaults must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change
 # betas[0] instead of momentum.
@@ -279,8 +279,8 @@ SETS = (set, frozenset, WeakSet)  # the iteration order of sets can differ betwe
 
 
 def refuse_sets(where: str, given: object, write: str) -> None:
-    """Raise TypeError if `given` is a set of parameters. The message starts with `where` and suggests `write` instead
-    of a set.
+    """Raise TypeError if `given` is a set of parameters. The message starts with `where` and suggests passing `write`
+    instead.
 
     Ranks match parameters by position. Since the order of a set differs between processes, ranks would combine shards
     of different matrices.
@@ -328,7 +328,8 @@ class Settings:
         lr: Learning rate as a float.
         given_lr: The group's learning rate as the user set it: a float or a tensor.
         coefficients: One triple (a, b, c) for each Newton-Schulz step.
-        cautious: True if an element of a weight decays only where decay and update have the same direction.
+        cautious: True if weight decay applies only to elements that the decay and the update change in the same
+            direction.
         stages: Computations (stages) that the group's variant of Muon adds to a step.
         view: The options that define which matrices a parameter holds (`VIEW_DEFAULTS`).
         batch: Printed form of the options that must be equal for all matrices of a batch, and on all ranks that share a

@@ -1,4 +1,4 @@
-"""Megatron-FSDP: an adapter (engine) for its parameters. They are DTensors whose placements do not describe their data.
+"""Adapter (engine) for Megatron-FSDP's parameters, which are DTensors with placements that do not describe their data.
 
 Megatron-FSDP's experimental version 2 is not supported. Every private attribute of Megatron-FSDP that shardmuon reads
 is in this file. The package itself is never imported.
@@ -115,10 +115,9 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
     """Locate the rows that this rank stores within a parameter.
 
     Returns:
-        A tuple (cut, num_parts, part, row). `cut` is the dim along which tensor parallelism shards the parameter, with
-        the stride of the shards, and `num_parts` is the number of tensor-parallel parts. `part` is the index of the
-        part from which this rank stores rows, and `row` is the index, in this part, of the first row that the rank
-        stores.
+        A tuple (cut, num_parts, part, row). Tensor parallelism cuts the parameter into `num_parts` parts; `cut`
+        contains the dim and the stride of this cut. This rank stores rows of the part with index `part`, beginning with
+        row `row` of this part.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -164,9 +163,8 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 
 def _uncounted(param: Any) -> str | None:
-    """Explain, for an error message, why a gradient norm over all ranks would count the parameter several times: the
-    parameter's mesh lacks some of the ranks that store the parameter. Return None if the mesh contains all of these
-    ranks."""
+    """Return an error message if ranks outside the parameter's mesh store replicas of the parameter, because a gradient
+    norm over all ranks would then count the parameter several times. Otherwise, return None."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None
@@ -237,7 +235,8 @@ class _MegatronFSDPHost(Host):
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Attach offsets in the global tensor to the local storage of state tensors. torch.distributed.checkpoint uses
         these offsets instead of the placements. Only state tensors with the same placements as their Megatron-FSDP
-        parameter get offsets.
+        parameter get offsets. A rank that stores no part of a parameter does not save the parameter's plain state
+        tensors, such as step counts.
 
         Tensor-parallel parts are saved one after another, even if tensor parallelism shards the parameter with a
         stride. Megatron-FSDP saves weights in the same way.

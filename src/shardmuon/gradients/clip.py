@@ -69,7 +69,7 @@ def clip_grad_norm_(
             optimizer or groups, because only groups have the options `process_group` (ranks that store replicas of
             a plain tensor) and `tp_group` (ranks that store its shards). For both options, () stands for no ranks.
         max_norm: Largest allowed norm.
-        norm_type: p > 0 of the p-norm; inf for the largest absolute value.
+        norm_type: Order p > 0 of the p-norm; inf for the largest absolute value.
         error_if_nonfinite: True raises an error if the norm is inf or nan. False multiplies gradients by 0 or nan in
             this case, as torch does.
         process_group: Group whose ranks compute one norm, together with all ranks that share parameters with one of
@@ -191,7 +191,8 @@ class _BoundGradients(Agreed):
             replicas of these gradients do not count them.
         loose: Dict from a tuple (set of ranks, shape) to a list of parameter indices. Each listed parameter has this
             shape, is shared by these ranks, and has a loose gradient, that is, a gradient that may have replicas on
-            other ranks ([Note: who sums with whom]). The set of a plain tensor contains only this rank.
+            other ranks ([Note: who sums with whom]). The set of a plain tensor without a process group contains only
+            this rank.
         lines: Text that describes each parameter in error messages, equal on all ranks that share the parameter.
         compared: For each parameter, True if its gradient must exist either on all ranks that share the parameter or on
             none of these ranks.
@@ -270,18 +271,18 @@ class _Clipping(TableCall[_BoundGradients]):
 
     Attributes:
         params: This rank's parameters.
-        norm_type: p of the p-norm.
+        norm_type: Order p of the p-norm.
         text: The arguments of `clip_grad_norm_` as a string, which must be equal on all ranks.
         fault: Record of the error on this rank, if one occurred.
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
-        held: Dict from the index of a parameter to the local storage of its gradient. It contains the gradients of
-            which this rank stores a part.
+        held: Dict from a parameter's index to the local storage of its gradient. Gradients that have no elements on
+            this rank are left out.
         states: `GradientState` of each parameter's gradient.
         counted: Norm of the gradient elements that this rank, and no other rank, includes in the norm of all gradients.
-        loose: A tuple (fingerprint, norm, is_plain) for each pair of a rank set and a shape for which this rank has
-            loose gradients, that is, gradients that may have replicas on other ranks ([Note: who sums with whom]).
-            Fingerprint and norm are computed from this rank's part of these gradients; replicas have equal
-            fingerprints. `is_plain` is True if the gradients are plain tensors.
+        loose: Loose gradients are gradients that may have replicas on other ranks ([Note: who sums with whom]). For
+            each set of ranks and each shape of loose gradients, the list contains a tuple (fingerprint, norm, alone),
+            computed from this rank's part of these gradients. Replicas have equal fingerprints. `alone` is True if the
+            set contains only this rank, as for plain tensors without a process group.
     """
 
     params: Sequence[Listed]

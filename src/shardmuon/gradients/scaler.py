@@ -4,7 +4,7 @@ all ranks.
 [Note: what torch's scalers agree on]
     torch.amp.GradScaler decides on each rank whether to call `optimizer.step()`. If one rank skips a step, the ranks
     that do not skip it wait forever for that rank. If the scale drops on some ranks only, the next gradients are wrong.
-    With DTensors, torch (2.11 .. 2.13) reduces `found_inf` over the mesh axes that shard the *first* gradient of each
+    With DTensors, torch (2.11 to 2.13) reduces `found_inf` over the mesh axes that shard the *first* gradient of each
     dtype and device. The result is right if all parameters have the same sharding, but wrong if, for example, the
     weight of a norm layer is replicated and comes before sharded weights. torch.amp.GradScaler also raises an error for
     a mix of plain tensors and DTensors.
@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
 
     If any rank has an infinite or NaN gradient, `step` leaves weights, momentum and counters unchanged on all ranks,
     and `update` lowers the scale on all ranks. To clip gradients, call `unscale_`, then `shardmuon.clip_grad_norm_`,
-    then `step`. Scales that are powers of two (as by default) do not change the bits of fp32 updates, unless a scaled
+    then `step`. Scales that are powers of two (the default) do not change the bits of fp32 updates, unless a scaled
     value underflows or overflows.
 
     Args:
@@ -77,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group
 
-    # overrides a private method of torch.amp.GradScaler, as torch's ShardedGradScaler does (torch 2.11 .. 2.13)
+    # overrides a private method of torch.amp.GradScaler, as torch's ShardedGradScaler does (torch 2.11 to 2.13)
     def _unscale_grads_(
         self,
         optimizer: Optimizer,

@@ -44,8 +44,8 @@ class Listed(NamedTuple):
         name: Name of the parameter in error messages.
         identity: Name that identifies the parameter on all ranks; "" if it has none.
         param, group: The tensor and its parameter group.
-        view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the tensor holds no
-            matrices (an AdamW parameter).
+        view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the layout describes no
+            matrices, because the caller (such as gradient clipping) needs none.
         options: Text that lists the parameter's other options, such as its dtype. The text must be equal on all ranks
             that share the parameter.
     """
@@ -181,11 +181,10 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """For each parameter that `waiting` returns, find its ties, that is, the ranks that share the parameter. Return a
-    dict from each `Ties` to its sets of ranks. The other ranks of these sets wait for this rank's message, so an error
-    for one parameter does not stop the search: the error is recorded in `fault`, and the parameter is left out. If
-    `fault` contains an error afterwards, the search is repeated once, because an interruption can end a search
-    early."""
+    """Find the ranks that share each parameter listed by `params`. Return a dict from each `Ties` to its sets of ranks.
+    The other ranks of these sets wait for this rank's message, so an error for one parameter does not stop the search:
+    the error is recorded in `fault`, and the parameter is left out. If `fault` contains an error afterwards, the search
+    is repeated once, because an interrupt can end a search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -278,9 +277,10 @@ def _line(one: _Described, compared: bool) -> str:
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    """Make the error message for ranks that describe a shared parameter differently. The message compares the first
-    rank with the first other rank whose list of parameters differs. It shows the first parameter that these two ranks
-    describe differently, without the properties on which they agree."""
+    """Make the error message for ranks that describe their shared parameters differently. The message compares the
+    first rank with the first other rank whose list of parameters differs. If one list is longer, the message names a
+    parameter that the shorter list lacks. Otherwise, it shows how the two ranks describe the first parameter on which
+    they disagree, without the properties on which they agree."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):

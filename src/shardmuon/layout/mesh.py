@@ -24,11 +24,11 @@ tensor-parallel group, or ranges of flattened elements.
 
 [Note: placement of stage state]
     Some post-processing stages of Muon variants, such as NorMuon's, store values for each matrix between steps ([Note:
-    state of stages] in variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or
-    1, values per row). The state tensor is replicated on every rank that shares the parameter, including ranks that
-    store no part of the parameter, because torch's checkpoints read replicated tensors from any rank. The exception is
-    a stack of matrices (experts) that a mesh shards along dim 0: each rank then stores the values of its own matrices,
-    and the state tensor is placed like the parameter.
+    state of stages] in variants.py). For each parameter, these values form a 2-D state tensor, with one row per index
+    of dim 0 for a stack of matrices, and a single row for any other parameter. The state tensor is replicated on every
+    rank that shares the parameter, including ranks that store no part of the parameter, because torch's checkpoints
+    read replicated tensors from any rank. The exception is a stack of matrices (experts) that a mesh shards along dim
+    0: each rank then stores the values of its own matrices, and the state tensor is placed like the parameter.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Keeper:
             state: State of the parameter.
             buffer: Local storage of the momentum; None before the first step.
             grad: Local storage of the gradient.
-            others: Number of state tensors that the Muon variant (NorMuon, ..) stores for the parameter.
+            others: Number of state tensors that the Muon variant (such as NorMuon) stores for the parameter.
         """
         if buffer is None or len(state) != 1 + others or not self.as_computed:
             return False
@@ -189,7 +189,7 @@ class Keeper:
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
         """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. Conversion from or to
-        8-bit codes, which requires the parameter's layout, and of the dtype of scales is left to the next step."""
+        8-bit codes is left to the next step, because it requires the parameter's layout. Scales keep their dtype."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
         if key == SCALE or not (value.is_floating_point() and dtype.is_floating_point):
             dtype = value.dtype

@@ -16,8 +16,8 @@
     stochastically if the step moves it by less than the spacing at its value, and to nearest otherwise.
 
 [Note: 8-bit codes]
-    A block has 128 consecutive elements of a row and one fp32 scale, the largest magnitude in the block. Code k in -127
-    .. 127 stands for sign(k) (k / 127)**2 * scale. Near zero, where most elements are, these codes are finer than
+    A block has 128 consecutive elements of a row and one fp32 scale, the largest magnitude in the block. Code k, from
+    -127 to 127, stands for sign(k) (k / 127)**2 * scale. Near zero, where most elements are, these codes are finer than
     equidistant codes. Blocks start at multiples of 128 columns of the logical tensor, so codes do not depend on the
     layout as long as no shard begins or ends inside a block. A block with a NaN or Inf decodes to NaN.
 """
@@ -41,7 +41,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # value in place of an element's 16 random bits that selects rounding to nearest
+_NEAREST = 0x8000  # rounds an element to nearest if used instead of the element's 16 random bits
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def encode(
     num_row_dims: int,
     old: Tensor | None = None,  # momentum before the step, in fp32; None: all values are rounded to nearest
     bits: Tensor | None = None,  # random bits (int32 in [0, 2**16)); None: all values are rounded to nearest
-) -> tuple[Tensor, Tensor]:  # int8 codes with the shape of `new`, and fp32 scales with shape (rows.., blocks)
+) -> tuple[Tensor, Tensor]:  # int8 codes with the shape of `new`, and fp32 scales with shape (..., blocks)
     """Convert the momentum `new` to 8-bit codes and scales. Each row of the rank's local tensor must begin where a
     block of the whole tensor begins."""
     flat = new.flatten(num_row_dims).float()
@@ -226,7 +226,7 @@ def encode(
 
 def decode(
     codes: Tensor,  # 8-bit codes (int8), with the shape of a rank's local tensor
-    scale: Tensor,  # scales with shape (rows.., blocks)
+    scale: Tensor,  # scales with shape (..., blocks)
 ) -> Tensor:  # returns fp32 values with the shape of `codes`
     """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
@@ -235,6 +235,6 @@ def decode(
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : flat.shape[-1]].view(codes.shape)
 
 
-def _blocks(x: Tensor) -> Tensor:  # reshapes (.., cols) to (.., blocks, BLOCK); the last block is padded with zeros
+def _blocks(x: Tensor) -> Tensor:  # reshapes (..., cols) to (..., blocks, BLOCK); pads the last block with zeros
     padded = F.pad(x, (0, -x.shape[-1] % BLOCK))
     return padded.view(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)

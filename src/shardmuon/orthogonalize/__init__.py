@@ -229,7 +229,7 @@ class Products:
 
 def _mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
     """Multiply half-precision matrices, or batches of matrices, with an fp32 result. On devices other than CUDA, fp32
-    copies are multiplied, because torch (2.8 .. 2.13) supports `out_dtype` only on CUDA. Emulated half-precision
+    copies are multiplied, because torch (2.8 to 2.13) supports `out_dtype` only on CUDA. Emulated half-precision
     operands are fp32 already ([Note: emulated half precision])."""
     mm = torch.mm if left.dim() == 2 else torch.bmm
     if left.is_cuda:
@@ -315,7 +315,7 @@ def _normalize(
     norm = _norms(x, wide)
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = x.to(wide)
-        # A NaN or Inf becomes NaN in this division, and so does the norm.
+        # If a matrix contains NaN or Inf, this division makes the matrix's norm NaN.
         x = x / power_of_two(x.abs().amax(dim=(-2, -1), keepdim=True))
         norm = _norms(x, wide).clamp_(min=torch.finfo(wide).tiny)
     # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
@@ -444,7 +444,7 @@ def _gram_newton_schulz(
     # each segment consists of the steps between two restarts, which recompute the Gram matrix
     first, *others = (coefficients[start:stop] for start, stop in ends)
     if _restarts_locally(short, long, coefficients, products.dtype):
-        wide = _mm_to_fp32(*_sides(y))  # not rounded to half precision
+        wide = _mm_to_fp32(*_sides(y))  # Gram matrix in fp32, not rounded to half precision
         before = _factor_of(products.operand(wide), first, products)
         after = _factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=_square_of(before))
@@ -496,7 +496,7 @@ TORCH_EPS = 1e-7  # default eps of torch.optim.Muon, which divides by the norm o
 
 
 def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # returns bf16, with the shape of `matrix`
-    """Orthogonalize a matrix with the same operations as `torch.optim.Muon` (torch 2.9 .. 2.13): cast to bf16, then
+    """Orthogonalize a matrix with the same operations as `torch.optim.Muon` (torch 2.9 to 2.13): cast to bf16, then
     normalize, then iterate.
 
     There is one difference: this function does not write to `matrix`. If parameters are bf16 and nesterov is False,

@@ -18,7 +18,7 @@ from shardmuon.orthogonalize.schedules import Triples
 # choose the same method. With this value, "gram" is never chosen for five quintic steps, because it takes more than 1/5
 # of the work of "standard". On CPUs with AVX512-BF16, "gram" would be faster for matrices with n/m above 10.
 _CPU_BF16_RATE = 4.0
-_WORTH_IT = 0.75  # "gram" is chosen if it takes less than this share of the time of "standard"
+_WORTH_IT = 0.75  # "gram" is chosen if it takes less than this fraction of the time of "standard"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Choice:
         method: "standard", "gram" or "torch".
         dtype: Dtype of the matrix products.
         reason: Reason for the choice, which the printed plan shows. A reason can name capabilities of one rank's
-            machine, so it is no part of the `repr`, by which ranks compare their plans.
+            machine, so it is left out of the `repr`, by which ranks compare their plans.
     """
 
     method: str

@@ -15,7 +15,7 @@ but rounding can lift them slightly above 1.
 
     `pytest -k NAME tests/orthogonalize` shows whether the schedule works (ten seconds). The only conditions are that
     the schedule preserves signs and that its outputs stay within bounds (`Schedule.fault`). Do not add the schedule to
-    other tests, each of which deliberately uses particular schedules. A new row does not change the numerics, so it
+    other tests, because they are meant to test particular schedules. A new row does not change the numerics, so it
     needs no training curve and no new benchmarks/results.
 """
 
@@ -141,12 +141,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # "simple" is the name of "keller" in Emerging-Optimizers and Megatron
+    "simple": "keller",  # "simple" is Emerging-Optimizers' and Megatron's name for "keller"
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # "deepseekv4" is the name of "deepseek_v4" in Emerging-Optimizers
+    "deepseekv4": "deepseek_v4",  # "deepseekv4" is Emerging-Optimizers' name for "deepseek_v4"
     "cubic5": "cubic",
 }
 

@@ -15,7 +15,7 @@ import torch
 
 from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul, precision_flags
 
-# Environment variables that influence which kernels or orders of summation BLAS libraries choose.
+# Environment variables that influence which kernels or summation orders BLAS libraries choose.
 _STEERING = (
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_WORKSPACE_CONFIG",

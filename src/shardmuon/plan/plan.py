@@ -84,8 +84,8 @@ class Item(NamedTuple):
         param, matrix: Index of the parameter's `Spec` in the plan, and index of the matrix in the parameter's view.
         rows, cols: Shape of the matrix.
         owners: A single rank, or one rank per replica in the order of `ParamLayout.replicas`.
-        route: "local" if no element of the matrix is sent; "owner" if the matrix is gathered on its owner and the
-            result is scattered.
+        route: "local" if nothing is sent to orthogonalize the matrix; "owner" if an owner receives parts of the matrix
+            or sends the result to other ranks.
         choice: `orthogonalize.choice.Choice` of the method and dtype for the matrix.
         cost: Floating point operations to orthogonalize the matrix.
     """
@@ -120,14 +120,15 @@ class Bucket(NamedTuple):
     plan, exchanged buckets are sorted by the first five of these fields.
 
     Attributes:
-        ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
+        ranks: Ranks of the exchange. If the bucket is not exchanged, the ranks that orthogonalize its matrices.
         exchange: True if the bucket's matrices are exchanged between ranks, False if their `Item.route` is "local".
         num_owners: Number of owners of each item, which is equal for all items of the bucket.
         kind: Type of the device on which the parameters are, such as "cuda".
         itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the bucket's matrices in the plan's items.
-        gathers: False if every owner stores its matrices completely, as plain replicas do, and sends no state. The only
-            exchange that the bucket then needs is the relay, which sends the results to the other replicas.
+        gathers: True if parts of matrices or state must be sent to or from an owner. If an exchanged bucket does not
+            gather, because its matrices are plain replicas, for example, it needs only the relay, which sends the
+            results to the other replicas.
     """
 
     ranks: Ranks

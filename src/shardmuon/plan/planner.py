@@ -53,9 +53,8 @@ class _Way(NamedTuple):
 
     Attributes:
         items: The matrices with their owners.
-        moving: Buckets of matrices that are sent between ranks, grouped by their common properties (ranks, route,
-            device type, ..). Each key is a `Bucket` without items that describes these properties. Its value has one
-            list of matrices for each bucket in the group.
+        moving: The exchanged buckets, grouped by their common properties, such as ranks and device type. A key is a
+            `Bucket` without items, which describes these properties. Its value has one list of matrices per bucket.
         ns: Estimated time of a step in nanoseconds, excluding matrices that a single rank stores and orthogonalizes.
         notes: Lines of text in the printed plan that explain the choice.
     """
@@ -125,14 +124,14 @@ def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
 
 
 def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine: Machine) -> dict[_Key, int]:
-    """Choose the owner (the rank that orthogonalizes it) of each matrix that a set of ranks shares. Matrices with a
-    single candidate are assigned first, the others in order of decreasing cost. Each matrix goes to the candidate that
-    has the least work so far. Among candidates with equal work, those in the replica that has been assigned the fewest
-    elements are preferred, because a replica sends its results to the other replicas. If several candidates remain,
-    owners alternate between nodes.
+    """Choose an owner, the rank that orthogonalizes the matrix, for each matrix that a set of ranks shares. Matrices
+    with a single candidate are assigned first, the others in order of decreasing cost. Each matrix goes to the
+    candidate that has the least work so far. Among candidates with equal work, those in the replica that has been
+    assigned the fewest elements are preferred, because a replica sends its results to the other replicas. If several
+    candidates remain, owners alternate between nodes.
 
-    At the end, overloaded ranks give matrices that no other rank stores to the rank of their node with the least work.
-    This helps with models in which all ranks store experts, but only a few ranks also own a dense matrix."""
+    At the end, matrices that only an overloaded rank stores are moved to the rank with the least work on the same node.
+    This helps if all ranks store experts, but only a few ranks also own matrices of other layers."""
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % machine.per_node, rank)))
     place, node = {rank: at for at, rank in enumerate(ranks)}, np.array(ranks) // machine.per_node
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
@@ -193,9 +192,8 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Mac
 
 
 def _cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> _Way:
-    """Choose the buckets (sets of matrices that are exchanged together) with the shortest estimated time for the
-    matrices that a set of ranks shares. The owners, the ranks that orthogonalize the matrices, have already been
-    chosen."""
+    """Divide the matrices that a set of ranks shares into buckets (sets of matrices that are exchanged together), by
+    estimated time. The owners, the ranks that orthogonalize the matrices, have already been chosen."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():
@@ -234,7 +232,7 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
     """Group matrices that can be in the same bucket (a set of matrices that are processed together). Each key is a
-    `Bucket` without items that describes the common properties of the matrices in its group."""
+    `Bucket` without items, which describes the common properties of the matrices in its group."""
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
@@ -292,7 +290,7 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: 
         most = max(1, policy.bucket_bytes // alike.itemsize)
     tails = _TAILS if any(prices[item.key].spread.replicas > 1 for item in items) else (1,)
     lines = _lines(items)
-    # Of divisions with equal numbers of waves, the one with the smallest minimum is used.
+    # If several values in `_NUMS` result in the same number of waves, only the smallest of these values is used.
     tried = (_shares_of(lines, most, least)[::-1] for least in reversed(_NUMS))
     for waves in {len(waves): waves for waves in tried}.values():
         yield from (_narrowed(waves, tail, prices) for tail in tails)
@@ -318,14 +316,14 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]) -> list[_Share]:
-    """Split waves (buckets with matrices of all owners, the ranks that orthogonalize them) into parts with different
-    owners. The last wave is split into `tail` parts and the other waves into half as many, so that relays (exchanges
-    that send results to other replicas) begin early and the last relay is short. The owners of each replica are spread
-    evenly over the parts, to balance the relays."""
+    """Split each wave (a set of matrices of all owners, the ranks that orthogonalize matrices) into parts with
+    different owners. The last wave is split into `tail` parts and the other waves into half as many, so that relays
+    (exchanges that send results to other replicas) begin early and the last relay is short. The owners of each replica
+    are spread evenly over the parts, to balance the relays."""
     found: list[_Share] = []
     for wave in waves:
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        # for each replica, the number of its owners (ranks that orthogonalize) whose matrices are in a share so far
+        # for each replica, the number of owners (ranks that orthogonalize matrices) already assigned to a share
         dealt = Counter[int]()
         for line in sorted(_lines(wave), key=lambda line: (-sum(item.cost for item in line), line[0].owners)):
             replica = prices[line[0].key].replica
@@ -345,8 +343,7 @@ def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
 
 def _cut(line: _Share, most: int, num: int) -> list[_Share]:
     """Split the matrices that one rank orthogonalizes into `num` shares (parts of buckets) of about equal work, or into
-    more shares if a share would have more than `most` elements. The order of the matrices, which is that of decreasing
-    cost, is kept."""
+    more shares if a share would have more than `most` elements. The order of the matrices is kept."""
     parts, total, work, filled = [list[Item]()], sum(item.cost for item in line), 0, 0
     for item in line:
         has_enough = len(parts) < num and work * num >= total * len(parts)
@@ -481,7 +478,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     size = itemsize * max(sent, *came.values())
     gather = _exchange_ns(size, most.holders, most.inside, machine) if most.holders > 1 else None
     relay: int | None = None
-    # nanoseconds that it takes to copy results to the send buffer of the relay (the exchange with other replicas)
+    # time, in nanoseconds, to copy results to the send buffer of the relay (the exchange with other replicas)
     copied = 0
     if most.replicas > 1:
         replicas, near = max(one.spread[2:] for one in matrices)

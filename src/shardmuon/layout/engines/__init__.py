@@ -1,6 +1,6 @@
 """Engines: adapters for the different kinds of parameter storage, with one file per kind. An engine describes how a
 tensor is placed on the ranks and accesses the part that this rank stores. A tensor that no engine recognizes is treated
-as a plain tensor. An engine for a single framework is defined and registered in the folder of that framework.
+as a plain tensor. An engine for a single framework is defined in the framework's file in `shardmuon.frameworks`.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Engine:
     access their storage, but make no decisions.
 
     Error messages (of ValueError) must not contain the parameter's name, ranks or shapes, because callers add them.
-    Users see errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks .. store shapes ..:
+    Users see errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks ... store shapes
     ...".
 
     The base class handles plain tensors. Without a process group, a plain tensor is orthogonalized on every rank that
@@ -146,11 +146,11 @@ class Engine:
         """Return the ranks that share the tensor. This method reads only the attributes that identify these ranks, so
         that an error in any other attribute can still be sent to the ranks.
 
-        A subclass whose ranks each store one part returns `Ties(<ranks in order of parts>, (my_rank(),))`; if a
-        `process_group` also joins the replicas of a part, the second field is `super().ties(param, group).mates`. A
-        subclass whose group cuts the tensor at arbitrary elements, so that each rank's claim states the position of its
-        part, returns `Ties((my_rank(),), <ranks of the group>)`. If ranks return different groups for the same tensor,
-        some of them wait until the timeout, because no rank can detect the difference alone.
+        If each rank stores one part of the tensor, a subclass returns `Ties(<ranks in order of parts>, (my_rank(),))`.
+        If the parts also have replicas in a `process_group`, the second field is `super().ties(param, group).mates`. If
+        the tensor is cut at arbitrary elements, so that each rank's claim states the position of its part, a subclass
+        returns `Ties((my_rank(),), <ranks of the group>)`. If ranks return different groups for the same tensor, some
+        of them wait until the timeout, because no rank can detect the difference alone.
         """
         return Ties((my_rank(),), _mates_of(group))
 
@@ -280,8 +280,8 @@ class Engine:
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
         """Make a zero-filled state tensor, on the parameter's device, for the values that a post-processing stage of a
         Muon variant (such as NorMuon's) stores for each matrix ([Note: placement of stage state]). `shape`: global
-        shape of the state tensor, (number of stacked matrices or 1, values per row). `stacked`: True if the parameter
-        is a stack of matrices."""
+        shape of the state tensor, with one row per matrix of a stack, or else a single row. `stacked`: True if the
+        parameter is a stack of matrices."""
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:

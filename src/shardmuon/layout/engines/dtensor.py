@@ -1,4 +1,4 @@
-"""Engine for DTensors, which FSDP2, HSDP, tensor parallelism, expert parallelism and combinations of these create.
+"""Engine for DTensors, as created by FSDP2, HSDP, tensor parallelism, expert parallelism and their combinations.
 
 All private DTensor names that a step needs (`_local_tensor`, `_spec`, `DTensorSpec`) are used only in this file, as
 defined in torch 2.11 to 2.13. This file uses private names for speed: reading a public property takes five times as

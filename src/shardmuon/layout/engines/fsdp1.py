@@ -92,7 +92,7 @@ class UnitPlace(NamedTuple):
     def learn(objects: Iterable[Any]) -> None:
         """Find the FSDP1 units among `objects`, and record the location of every parameter of these units. Units whose
         process group has been destroyed are skipped."""
-        # No class is a subclass of (), which stands for a module that is not imported.
+        # If torch.distributed.fsdp is not imported, `kind` is the empty tuple, and `issubclass` is always False.
         kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
         for unit in [one for one in objects if issubclass(type(one), kind)]:
             # `_handle` is missing or None if the FSDP1 unit manages no parameters or is not built yet.

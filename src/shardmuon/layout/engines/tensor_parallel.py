@@ -113,8 +113,8 @@ def _at_dim(numbers: Ints, dim: int, value: int) -> Ints:
 
 
 def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> None:
-    """Check that an expert's parameter (`allreduce=False`) does not inherit process groups from the optimizer. The
-    optimizer's groups are intended for dense parameters; experts need separate groups.
+    """Check that an expert's parameter (`allreduce=False`) does not inherit process groups from the optimizer. These
+    process groups are intended for parameters outside of experts.
 
     Args:
         param: The parameter.
