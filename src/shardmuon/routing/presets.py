@@ -24,12 +24,12 @@ from shardmuon.layout.views import Ints, matrix_view
 
 _View = Mapping[str, Any]  # keyword arguments of `matrix_view`
 _Kind = Literal[
-    "linear",  # parameter that is one matrix, whose rows correspond to output features
+    "linear",  # parameter that is one matrix, with one row per output feature
     "matrices",  # parameter with one or more matrices, known from the module's type
     "bare",  # parameter that is one matrix, recognized only by its shape, because the module's type is unknown
     "stack",  # parameter with several matrices, recognized only by its shape
     "embedding",
-    "router",  # parameter that is one matrix, which assigns tokens to experts and has one row per expert
+    "router",  # parameter that is one matrix and assigns tokens to experts, with one row per expert
     "norm",
     "entries",  # parameter that is not a linear map: a vector, a lookup table, decay rates or the biases of experts
     "broadcast",  # parameter of shape (1, M, N): either a table or a stack of one expert

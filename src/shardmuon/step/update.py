@@ -103,13 +103,13 @@ class Side:
 
     Args:
         loads: The tiles and their places in the buffer.
-        views: For each parameter, the description of the matrices that it holds.
+        views: For each parameter, the `MatrixView` that describes its matrices.
         shapes: For each parameter, the shape of this rank's local storage.
 
     Attributes:
         loads: The tiles and their places in the buffer.
         params: For each tile, index of its parameter.
-        views: For each tile, the description of the matrices that its parameter holds.
+        views: For each tile, the `MatrixView` that describes the matrices of its parameter.
         shapes: For each tile, (rows, cols) of its matrix.
     """
 
