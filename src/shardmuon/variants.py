@@ -104,7 +104,7 @@ class Norms:
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative, (B, L) each; results (B, 1) each
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative, shape (B, L); each result has shape (B, 1)
         """Sum each tensor's values separately for each matrix. Each tensor has one value per row or column of every
         matrix."""
         lines = [_aligned(row) for one in several for row in one.unbind(0)]

@@ -315,8 +315,8 @@ class Scaler(TableCall[_Bound]):
 
     @property
     def host(self) -> Host | None:
-        """Integration with the framework (such as DeepSpeed) that owns the tensors that the optimizer updates, or None
-        without a framework."""
+        """Integration with the framework (such as DeepSpeed) that provides the optimizer's tensors, or None without a
+        framework."""
         hosts = getattr(self._optimizer, "hosts", None)
         return hosts.active if isinstance(hosts, Hosts) else None
 
@@ -428,7 +428,7 @@ def _gains(
     maxima: Tensor,  # shape (num_heads,), fp32
     tau: float,
 ) -> Tensor:  # shape (num_groups,), fp32
-    """Compute, for each key head, the factor g by which QK-clip multiplies its logits (see [Note: the rule])."""
+    """Compute the factor g by which QK-clip multiplies the logits of each key head (see [Note: the rule])."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
     # Divide a tensor by a tensor: if the dividend is a Python number, torch computes number * (1 / tensor), which is

@@ -51,7 +51,8 @@ METHODS = ("auto", "standard", "gram")
 
 
 def _next_step(optimizer: Muon) -> AuditReport:
-    """Take a step with new random gradients, so that the momentum and the gradient point in different directions."""
+    """Take a step with the sine of the previous gradients, so that the momentum and the gradient point in different
+    directions. Return the step's audit report."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         p.grad.sin_()
     return step_of(optimizer)
@@ -63,7 +64,7 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
     the next step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
-        # Ignore Hyperball's warning about zero weights, which it gives on ranks that store no element of a matrix.
+        # ignore Hyperball's warning about all-zero weight matrices
         warnings.filterwarnings("ignore", ".*zero before the first step")
         found = Comparison.with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
     assert found.bitwise and isinstance(found.about, AuditReport)

@@ -533,7 +533,7 @@ def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
         for hook in hooks:
             try:
                 answer: Any = getattr(module, hook)()
-            # Skip modules whose method `hook` is missing, is abstract or has required arguments.
+            # Skip modules on which the method `hook` is missing, is abstract or has required arguments.
             except (NotImplementedError, AttributeError, TypeError):
                 continue
             for part in answer if isinstance(answer, (tuple, list)) else [answer]:

@@ -183,7 +183,7 @@ _PRESETS: tuple[_Preset, ...] = (
     _Preset(("torch.nn.modules.rnn.GRU*",), "*weight_[ih]h*", "3 fused gates", _rows(3)),
     _Preset(("torch.nn.modules.rnn.RNN*",), "*weight_*", "linear"),
     _Preset(("torch.nn.modules.linear.Bilinear",), "weight", "a matrix for each output", lambda *_: {"view": "stack"}),
-    # presets for attention and feed-forward layers in the library transformers
+    # presets for attention and feed-forward layers in the transformers library
     _Preset(
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
         "c_attn.weight",
@@ -266,7 +266,7 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # Presets for experts. They match known classes, and any class with the attributes in which the library transformers
+    # Presets for experts. They match known classes, and any class with the attributes in which the transformers library
     # records the order of stored weights.
     *(
         preset
@@ -285,7 +285,7 @@ _PRESETS: tuple[_Preset, ...] = (
     _Preset(
         (
             *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
-            # classes of the library transformers that have a table of relative position biases
+            # classes of the transformers library that have a table of relative position biases
             *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),
         ),
         "relative_position_bias_table",

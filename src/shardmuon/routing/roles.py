@@ -95,7 +95,7 @@ class Placed:
 
     @property
     def name(self) -> str:
-        """Name of the parameter at its first place."""
+        """Name of the parameter at its first place in the model."""
         return self.places[0].name
 
     @classmethod

@@ -292,7 +292,7 @@ class KeptSide:
         """Copy stage state (the state of a Muon variant's post-processing stages) from a receive buffer to this rank's
         state tensors."""
         targets = self.of(stored)
-        # `cat` copies the state to new memory, because in the buffer, it may not be aligned for a view as fp32.
+        # `cat` copies the state to new memory, because its bytes in the buffer may not be aligned for an fp32 view.
         came = torch.cat(self._bytes(wire)).view(torch.float32)
         foreach_copy_(targets, came.split(list(map(len, targets))))
 
