@@ -11,7 +11,7 @@ run in the order in which `variant` names them.
 
     before    on the input of the orthogonalization, a whole matrix, on the rank that owns the matrix
     after     on the orthogonalized matrix, on its owner, before it is multiplied by the learning rate
-    weights   on the updated weights: the stage gets the norm of each whole matrix and returns a factor for each
+    weights   on the updated weights: the stage gets the norm of each whole matrix and returns one factor per matrix
 
     The owner of a matrix is the rank that orthogonalizes it, so this rank has the whole matrix with any sharding. A
     stage before the orthogonalization reads the elements of the matrix. A stage after the orthogonalization reads the
@@ -44,9 +44,9 @@ run in the order in which `variant` names them.
     6. A line in CHANGELOG.md.
 
     `pytest -k "<name> or <Stage>" tests/variants tests/auditing tests/step/test_cuda_shape.py` shows in a minute
-    whether the stage works. Many other tests also run for each row of these tables. They check the formula, matrices of
-    zeros, layouts, checkpoints, audits and accelerators. They also check that a matrix gets the same bits alone and in
-    a batch, and that an audit finds a step that skips the stage. Steps, plans, checkpoints and `shardmuon verify`
+    whether the stage works. Many other tests also run for each row of these tables. They check the formula, all-zero
+    matrices, layouts, checkpoints, audits and accelerators. They also check that a matrix gets the same bits alone and
+    in a batch, and that an audit finds a step that skips the stage. Steps, plans, checkpoints and `shardmuon verify`
     contain no code for particular variants, because they use only the attributes that a stage declares.
 """
 
@@ -104,7 +104,7 @@ class Norms:
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, L) give tensors (B, 1)
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative, shape (B, L); each result has shape (B, 1)
         """Sum each tensor's values separately for each matrix. Each tensor has one value per row or column of every
         matrix."""
         lines = [_aligned(row) for one in several for row in one.unbind(0)]
@@ -182,7 +182,7 @@ class BeforeStage(Stage):
         does not normalize them again.
 
         Implementations must sum each matrix separately, so that the bits of a matrix do not depend on the rest of the
-        batch. They must not wait for an accelerator, and must leave matrices of zeros unchanged.
+        batch. They must not wait for an accelerator, and must leave all-zero matrices unchanged.
         """
         raise NotImplementedError
 
@@ -209,7 +209,7 @@ class AfterStage(Stage):
     ) -> Tensor:  # (B, 1), or (B, L) if `of_lines`; in the dtype of the norms
         """Compute the factor by which each matrix or line is multiplied.
 
-        Implementations must not wait for an accelerator. For a matrix of zeros, the factor must be finite, so that the
+        Implementations must not wait for an accelerator. For an all-zero matrix, the factor must be finite, so that the
         matrix stays zero. Matrices with NaN or Inf need no special care, because their elements stay NaN or Inf.
 
         `norms.shape` is (B, rows, cols). `norms.whole` (B, 1) is the Frobenius norm of each matrix (not squared). If
@@ -222,14 +222,14 @@ class AfterStage(Stage):
 
 
 def scaled_(
-    stages: Sequence[AfterStage],  # post-processing stages (NorMuon, ..), at least one
+    stages: Sequence[AfterStage],  # post-processing stages (such as NorMuon), at least one
     x: Tensor,  # (B, rows, cols), scaled in place
     # Dict from a stage's key to the state tensors of the matrices, each of shape (num_kept,), fp32, on any device;
     # updated in place.
     kept: Mapping[str, Sequence[Tensor]],
 ) -> None:
     """Apply several post-processing stages in succession, with only two passes over the matrices: the first pass
-    computes norms, and the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
+    computes norms, and the second pass multiplies by the product of all factors. All-zero matrices stay zero."""
     norms = Norms(x, any(stage.of_lines for stage in stages))
     factors: list[Tensor] = []
     for stage in stages:
@@ -247,7 +247,7 @@ def scaled_(
 
 
 def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the result have shape (B, 1)
-    """Divide numbers by norms. Quotients that are NaN or infinite, as for matrices of zeros or matrices with NaN or
+    """Divide numbers by norms. Quotients that are NaN or infinite, as for all-zero matrices or matrices with NaN or
     Inf, are replaced with 1."""
     return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
 
@@ -289,7 +289,7 @@ class MuonEq(BeforeStage):
     Source: https://arxiv.org/abs/2603.28254, in the paper's default form "R" (rows), which nanochat also uses
     (nanochat/optim.py). Two details differ from nanochat. nanochat preserves the mean norm of the rows, but the result
     of the orthogonalization depends only on the ratios of the norms. nanochat also clamps row norms at 1e-6, although
-    rows with small gradients can have smaller norms; this class scales all rows except rows of zeros.
+    rows with small gradients can have smaller norms; this class scales all rows except all-zero rows.
     """
 
     def run_(self, x: Tensor) -> None:
@@ -314,11 +314,11 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x.div_(power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
-    norms = torch.empty(*x.shape[:2], 1, dtype=wide, device=x.device)  # a norm is 0 only for a row of zeros
+    norms = torch.empty(*x.shape[:2], 1, dtype=wide, device=x.device)  # a norm is 0 only for an all-zero row
     for matrix, found in zip(x.split(1), norms.split(1), strict=True):
         torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=wide, out=found)
     # The square root of the number of nonzero rows is computed as the norm of a vector that has the value `least` for
-    # each nonzero row and 0 for each row of zeros, divided by `least`. `least` is a power of two, so the sum of squares
+    # each nonzero row and 0 for each all-zero row, divided by `least`. `least` is a power of two, so the sum of squares
     # in this norm is exact in any order. The root is NaN if any norm is NaN.
     least = torch.finfo(wide).eps
     root = torch.linalg.vector_norm(norms.clamp(max=least), dim=1, keepdim=True)
@@ -332,14 +332,14 @@ class NorMuon(AfterStage):
     """Scaling of the rows or columns of an orthogonalized matrix O (m x n), based on a running average v of their mean
     squares, which starts at zero (NorMuon):
 
-        v   <- beta2 v + (1 - beta2) mean(O^2)    along columns (m numbers) where m >= n, else along rows (n numbers)
+        v   <- beta2 v + (1 - beta2) mean(O^2)    of each row (m numbers) if m >= n, else of each column (n numbers)
         O'  =  O / sqrt(max(v, 1e-10))
         O'' =  O' ||O||_F / ||O'||_F
 
     Source: Li et al. 2025, https://arxiv.org/abs/2510.05491, in the form of nanochat (nanochat/optim.py,
     `muon_step_fused`), which takes means over the shorter dim. The reason is that orthogonalization gives equal norms
     to the columns of a tall matrix but not to its rows, and equal norms to the rows of a wide matrix but not to its
-    columns. In contrast, dion (dion/normuon.py) always takes the mean along columns, divides by sqrt(v) + 1e-8, and
+    columns. In contrast, dion (dion/normuon.py) always takes the mean of each row, divides by sqrt(v) + 1e-8, and
     restores the norm of each shard of a sharded matrix. v needs no bias correction, because the norm of the whole
     matrix is restored.
 
@@ -393,7 +393,7 @@ class HyperballWeight(WeightStage):
 
     Source: https://arxiv.org/abs/2606.16899, in the form of Emerging-Optimizers (weight_update_hooks/hyperball.py). In
     that library, the user sets one R for all matrices, each matrix is first scaled to this norm, and a matrix whose
-    norm is nearly 0 becomes 0. In this class, each matrix has its own R. For a matrix of zeros, the first step is a
+    norm is nearly 0 becomes 0. In this class, each matrix has its own R. For an all-zero matrix, the first step is a
     step of plain Muon, and R is the norm after this step.
     """
 

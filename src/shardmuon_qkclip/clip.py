@@ -78,7 +78,7 @@ class QKClip:
     largest logit of all these heads. Rows of q are multiplied by g^alpha and rows of k by g^(1 - alpha). In latent
     attention, the queries' rotary rows are multiplied by g, and the shared rotary keys do not change. Biases are scaled
     like weights. Kimi K2 (https://arxiv.org/abs/2507.20534) and Megatron (`clip_qk`) use the same rule. The scaled
-    weights have the same bits as in one process, on any sharding.
+    weights have the same bits as in one process, with any sharding.
 
     Scaling runs at the end of each `optimizer.step()`, so frameworks whose optimizers update copies of the weights
     (DeepSpeed's ZeRO, Megatron) copy the scaled weights back to the model. Scaling is collective and does not wait for
@@ -296,10 +296,10 @@ class QKClip:
 
 @torch.no_grad()
 def _largest_logits(
-    query: Tensor,  # shape (.., H, L, E)
-    key: Tensor,  # shape (.., G, S, E), where G divides H
+    query: Tensor,  # shape (..., H, L, E)
+    key: Tensor,  # shape (..., G, S, E), where G divides H
     value: Tensor | None = None,
-    attn_mask: Tensor | None = None,  # broadcast to shape (.., H, L, S); False or -inf hides a key
+    attn_mask: Tensor | None = None,  # broadcast to shape (..., H, L, S); False or -inf hides a key
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -325,7 +325,7 @@ def _largest_logits(
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
     heads, length, size = query.shape[-3:]
     num_keys, scale = key.shape[-2], size**-0.5 if scale is None else scale
-    # query: (.., G, H/G, L, E), keys: (.., G, 1, S, E)
+    # query: (..., G, H/G, L, E), keys: (..., G, 1, S, E)
     query, keys = query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3)
     hidden = None if attn_mask is None else _is_hidden(local_if_any(attn_mask))
     batch = math.prod(torch.broadcast_shapes(query.shape[:-4], keys.shape[:-4]))
@@ -345,7 +345,7 @@ def _largest_logits(
     return found.float()
 
 
-def _per_head(logits: Tensor) -> Tensor:  # shape (.., H, L, S) -> (H,); -inf if there are no logits
+def _per_head(logits: Tensor) -> Tensor:  # shape (..., H, L, S) -> (H,); -inf if there are no logits
     each = logits.transpose(0, -3).flatten(1)
     return each.amax(dim=1) if logits.numel() else each.new_full((len(each),), -math.inf)
 

@@ -7,7 +7,7 @@ stands for the rotary part of queries in multi-head latent attention, where all 
 for anything else, such as values and gates.
 
 Supported forms:
-    separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
+    separate      q_proj and k_proj (Llama, Qwen, Mistral, ...), wq and wk, to_q and to_k (diffusers), query and key
                   (BERT, ViT), with the head size as an attribute
     fused         Megatron's linear_qkv, and the module types in routing/presets.py that fuse q, k and v (GPT-2,
                   GPT-NeoX, Phi-3, timm)
@@ -41,7 +41,7 @@ class Rows:
         weight: The parameter's name.
         parts: (role, number of rows) of each block of rows, in the order in which the blocks are stored.
         repeats: Number of times that the sequence of blocks occurs: 1 for [all q, all k, all v], and the number of
-            heads for [q, k, v of head 0, q, k, v of head 1, ..].
+            heads for [q, k, v of head 0, q, k, v of head 1, ...].
         dim: Dim of the parameter that indexes the rows: 0, or 1 for a weight that is stored transposed (`x @ W`).
 
     Raises:
@@ -164,7 +164,7 @@ class Holder(NamedTuple):
     """A module and its parameters, including those of submodules.
 
     Attributes:
-        name: Name of the module in the model without wrappers.
+        name: Name of the module in the model, without the parts that wrappers add.
         module: The module itself, without wrappers.
         weights: (parameter, its `Place` in the model) for each parameter of the module and its submodules, keyed by the
             parameter's name relative to the module.

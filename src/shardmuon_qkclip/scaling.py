@@ -12,7 +12,7 @@ located once; after that, each step needs a single reduction over ranks.
     So the head's logits are multiplied by g. If S is not finite, g = 1, because S then contains no information about
     the weights.
 
-[Note: exact on any sharding]
+[Note: exact with any sharding]
     The largest logits are reduced over ranks by max. A maximum does not depend on the order of its arguments, so every
     rank gets the same result and computes the same factors from it. Each rank scales the elements that it stores, so
     the scaled weights have the same bits as in one process. A layout table, which all ranks build together and cache,
@@ -26,8 +26,8 @@ located once; after that, each step needs a single reduction over ranks.
 [Note: who reduces]
     A layer's weights can be stored on several sets of ranks. Overlapping sets are merged, and the layer's maxima are
     taken over each merged set. A single reduction covers all layers. It runs over all ranks that share parameters,
-    directly or through other ranks. In the reduced vector, each layer has one slot per merged set. A rank contributes
-    -inf to the slots of sets that it does not belong to.
+    directly or through other ranks. In the reduced vector, each layer has one slot (an element per head) for each
+    merged set. A rank contributes -inf to the slots of sets that it does not belong to.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Scaler(TableCall[_Bound]):
         alpha: Exponent of the factor for the queries, in [0, 1] (see [Note: the rule]).
         process_group: Ranks that train the same weights on other batches. Required only if the sharding of the weights
             does not reveal these ranks.
-        params: Mapping from name to parameter of the model.
+        params: Mapping from the name of each of the model's parameters to the parameter.
 
     Raises:
         ValueError: tau or alpha is out of range, or two layers have the same name.
@@ -315,7 +315,7 @@ class Scaler(TableCall[_Bound]):
 
     @property
     def host(self) -> Host | None:
-        """Integration with the framework (such as DeepSpeed) whose tensors the optimizer updates, or None without a
+        """Integration with the framework (such as DeepSpeed) that provides the optimizer's tensors, or None without a
         framework."""
         hosts = getattr(self._optimizer, "hosts", None)
         return hosts.active if isinstance(hosts, Hosts) else None
@@ -428,7 +428,7 @@ def _gains(
     maxima: Tensor,  # shape (num_heads,), fp32
     tau: float,
 ) -> Tensor:  # shape (num_groups,), fp32
-    """Compute, for each key head, the factor g by which QK-clip multiplies its logits (see [Note: the rule])."""
+    """Compute the factor g by which QK-clip multiplies the logits of each key head (see [Note: the rule])."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
     # Divide a tensor by a tensor: if the dividend is a Python number, torch computes number * (1 / tensor), which is

@@ -51,7 +51,8 @@ METHODS = ("auto", "standard", "gram")
 
 
 def _next_step(optimizer: Muon) -> AuditReport:
-    """Take a step with new random gradients, so that the momentum and the gradient point in different directions."""
+    """Take a step with the sine of the previous gradients, so that the momentum and the gradient point in different
+    directions. Return the step's audit report."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         p.grad.sin_()
     return step_of(optimizer)
@@ -63,7 +64,7 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
     the next step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
-        # Ignore Hyperball's warning about zero weights, which it gives on ranks that store no element of a matrix.
+        # ignore Hyperball's warning about all-zero weight matrices
         warnings.filterwarnings("ignore", ".*zero before the first step")
         found = Comparison.with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
     assert found.bitwise and isinstance(found.about, AuditReport)
@@ -126,19 +127,17 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     [_row(dtype, options, numeric=not {"method", "ns_dtype"} & options.keys()) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """An audit must report nothing for a correct step with any options. The state of post-processing stages (NorMuon,
-    ..) is fp32 even if the weights are fp64."""
+    """An audit must report nothing for a correct step with any options. The state of post-processing stages (such as
+    NorMuon) is fp32 even if the weights are fp64."""
     for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# Among many random correct steps, the steps in MOVED_MOST had the largest rounding errors. In the steps without a
-# variant, rounding changes one pair of singular vectors of the update completely. The cause is a singular value at a
-# maximum of the polynomial, noise in a null direction (fp16 Gram form), or a first iteration that nearly cancels the
-# largest singular value (seed 1000729). In fp16 with NorMuon, post-processing precedes the cast to fp16 for the
-# exchange. With MuonEq, the matrix is all ones, so all elements are rounded alike. In the step with seed 8500193,
-# torch's own addition updates bf16 weights.
+# (dtype, seed, variant) of correct steps that had the largest rounding errors among many random steps. In the steps
+# without a variant, rounding completely changes one pair of singular vectors of the update. In the steps with MuonEq,
+# the matrix is all ones, so all elements are rounded alike. In the step with seed 8500193, torch's own addition updates
+# bf16 weights.
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),

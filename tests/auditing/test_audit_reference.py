@@ -47,9 +47,9 @@ def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
 
 def eigen_bound(shape: Sequence[int], coefficients: Coefficients) -> float:
     """Return an error bound for a polynomial of a matrix of norm 1, evaluated through the eigenvalues of the Gram
-    matrix. The eigenvalues are squared singular values with the error of an fp64 eigensolver (see `polar_bound`). The
-    error of a singular value near zero is the square root of that error, and the polynomial multiplies it by its slope
-    at zero."""
+    matrix. The eigenvalues are squared singular values with the error of an fp64 eigensolver (see `polar_bound`). A
+    singular value near zero has an error as large as the square root of the eigenvalue's error, multiplied in the
+    result by the polynomial's slope at zero."""
     return math.prod(a for a, _, _ in coefficients) * (max(shape) * roundoff(torch.float64)) ** 0.5
 
 

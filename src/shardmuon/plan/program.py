@@ -13,8 +13,8 @@ and wires, where a wire is the send or receive buffer of an exchange. All functi
     the owner's replica. This rank then sends the results to all other ranks that store the same piece, in a second
     exchange called the relay. If each replica has an owner, there is no relay. State tensors with values per matrix are
     sent in the same exchanges. In the part of the wire for each rank, state values follow the tiles. A rank that stores
-    part of the matrix receives its state values together with its first tile, either from the owner or in the relay. A
-    rank that stores no part of the matrix receives the state values from the owner.
+    part of a matrix receives the matrix's state values together with the first of its tiles, either from the owner or
+    in the relay. A rank that stores no part of the matrix receives the state values from the owner.
 """
 
 from __future__ import annotations
@@ -157,15 +157,15 @@ class Program:
                     ways[phase, rank == sender, receiver if rank == sender else sender].append(load)
 
         def in_batches(load: Load) -> BufferPlace:
-            """Return the place, in the buffer of batches, of a tile (part of a matrix) whose matrix this rank owns
+            """Return a tile's place in the buffer of batches. The tile must be part of a matrix that this rank owns
             (orthogonalizes)."""
             offset, strides = load.tile.in_matrix(plan.specs[load.param].layout.view)
             return BufferPlace(slots[load.param, load.tile.matrix] + offset, strides)
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-            """Make the `Wire` (description of an exchange) for the scatter or the relay, in which results are sent.
-            `before` contains the tiles (parts of matrices) that the previous exchange received, some of which must be
-            forwarded in this exchange. If `kept` is True, the exchange includes the variant's state values."""
+            """Make the `Wire` (description of an exchange) for the scatter or the relay, the two exchanges that send
+            results. `before` contains the tiles (parts of matrices) received in the previous exchange; some of these
+            tiles must be forwarded. If `kept` is True, the exchange includes the variant's state values."""
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -173,8 +173,8 @@ class Program:
             return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
 
         back, scatter = wire("scatter", kept=False), wire("scatter")
-        # A relay, which sends results to further replicas, is needed if one rank orthogonalizes a matrix of which
-        # several replicas exist.
+        # A relay, which sends results to further replicas, is needed if a matrix that has replicas is orthogonalized by
+        # only one rank.
         relayed = any(bucket.exchange and len(i.owners) == 1 and plan.specs[i.param].layout.has_replicas for i in items)
         return cls(
             bucket=bucket,
@@ -280,8 +280,7 @@ def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
     """Merge copies between the same two buffers into fewer copies with fewer dims.
 
     Blocks of equal sizes and strides at equal distances in both buffers become one block with an additional leading
-    dim. Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
-    several shapes.
+    dim. Merging runs twice: first for the tiles of each sender, then across senders.
     """
     found = [_merged(copy) for copy in copies]
     for _ in range(2):

@@ -158,7 +158,8 @@ class Course:
         Args:
             ranks: For each rank, the times of its buckets (sets of matrices that are processed together), in the plan's
                 order.
-            first: Time that every rank spends on host work and on votes before its first bucket.
+            first: Time that every rank spends before its first bucket, on CPU work and on votes (messages by which
+                ranks agree to take the step).
             last: Time that each rank spends on AdamW after its last bucket.
             overlap: Fraction of an exchange that can overlap with computation, from 0 to 1.
 

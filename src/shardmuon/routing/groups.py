@@ -21,7 +21,7 @@ without communication, whether the model is already sharded or not.
        byte-level model of width 256. The head is then the last linear layer with V rows outside the repeated blocks.
        If there is no such layer, the model is treated as a classifier: if its last module is a linear layer that comes
        after repeated blocks, this layer is the head, whatever its number of rows.
-    If a choice may be wrong, a warning states the choice and the override that confirms or corrects the choice.
+    If a choice may be wrong, a warning states the choice and the override that confirms or corrects it.
 """
 
 from __future__ import annotations
@@ -533,7 +533,7 @@ def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
         for hook in hooks:
             try:
                 answer: Any = getattr(module, hook)()
-            # Skip modules whose method `hook` is missing, is abstract or has required arguments.
+            # Skip modules on which the method `hook` is missing, is abstract or has required arguments.
             except (NotImplementedError, AttributeError, TypeError):
                 continue
             for part in answer if isinstance(answer, (tuple, list)) else [answer]:
@@ -607,8 +607,8 @@ def _find_experts(weights: Sequence[_RoutedParam]) -> None:
     module that contains the experts. Experts are a stack (E, M, N), or a list of E modules that contain only linear
     layers (unlike a list of transformer blocks, which also have norms).
 
-    The stacks of a module are confirmed together: in the first stack in which a matrix dim equals the router's input
-    width, this dim must be the last one, which indexes inputs.
+    The stacks of a module are confirmed together, by the first stack that has a matrix dim as large as the router's
+    input width. This dim must be the last dim, because the last dim indexes inputs.
     """
     stacks = [w for w in weights if w.role.use_muon and w.role.view.get("view") == "stack"]
     for w in weights:
@@ -705,7 +705,7 @@ def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[
 def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool:
     """True if a (1, M, N) parameter is certainly a table, such as position embeddings, and not the matrix of a single
     expert. This is certain if the parameter's rows are as wide as a norm of the model, and if its shape does not allow
-    a matrix product with any other parameter of shape (1, .., ..) in the same module."""
+    a matrix product with any other parameter of shape (1, ..., ...) in the same module."""
     widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
     if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
         return False

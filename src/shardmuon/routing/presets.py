@@ -24,12 +24,12 @@ from shardmuon.layout.views import Ints, matrix_view
 
 _View = Mapping[str, Any]  # keyword arguments of `matrix_view`
 _Kind = Literal[
-    "linear",  # parameter that is one matrix, whose rows correspond to output features
+    "linear",  # parameter that is one matrix, with one row per output feature
     "matrices",  # parameter with one or more matrices, known from the module's type
     "bare",  # parameter that is one matrix, recognized only by its shape, because the module's type is unknown
     "stack",  # parameter with several matrices, recognized only by its shape
     "embedding",
-    "router",  # parameter that is one matrix, which assigns tokens to experts and has one row per expert
+    "router",  # parameter that is one matrix and assigns tokens to experts, with one row per expert
     "norm",
     "entries",  # parameter that is not a linear map: a vector, a lookup table, decay rates or the biases of experts
     "broadcast",  # parameter of shape (1, M, N): either a table or a stack of one expert
@@ -183,7 +183,7 @@ _PRESETS: tuple[_Preset, ...] = (
     _Preset(("torch.nn.modules.rnn.GRU*",), "*weight_[ih]h*", "3 fused gates", _rows(3)),
     _Preset(("torch.nn.modules.rnn.RNN*",), "*weight_*", "linear"),
     _Preset(("torch.nn.modules.linear.Bilinear",), "weight", "a matrix for each output", lambda *_: {"view": "stack"}),
-    # presets for attention and feed-forward layers in the library transformers
+    # presets for attention and feed-forward layers in the transformers library
     _Preset(
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
         "c_attn.weight",
@@ -266,7 +266,7 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # Presets for experts. They match known classes, and any class with the attributes in which the library transformers
+    # Presets for experts. They match known classes, and any class with the attributes in which the transformers library
     # records the order of stored weights.
     *(
         preset
@@ -285,7 +285,7 @@ _PRESETS: tuple[_Preset, ...] = (
     _Preset(
         (
             *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
-            # classes of the library transformers that have a table of relative position biases
+            # classes of the transformers library that have a table of relative position biases
             *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),
         ),
         "relative_position_bias_table",

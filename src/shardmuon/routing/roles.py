@@ -95,7 +95,7 @@ class Placed:
 
     @property
     def name(self) -> str:
-        """Name of the parameter at its first place."""
+        """Name of the parameter at its first place in the model."""
         return self.places[0].name
 
     @classmethod
@@ -124,9 +124,9 @@ class Placed:
         return [cls(param, tuple(places)) for param, places in found.values()]
 
     def shape_and_role(self, options: Mapping[str, Any]) -> tuple[Ints, Role]:
-        """Return the global shape of the parameter, and the parameter's role, whose kind is "unknown" if the shape is
-        unknown. `options` contains the group options that describe how plain tensors are sharded, such as `tp_group`.
-        All shards of a plain tensor are assumed to have the same size.
+        """Return the parameter's global shape and role. If the shape is unknown, the role has the kind "unknown".
+        `options` contains the group options that describe how plain tensors are sharded, such as `tp_group`. All shards
+        of a plain tensor are assumed to have the same size.
         """
         param, module = self.param, self.places[0].module
         if is_lazy(param):
@@ -161,7 +161,7 @@ class Placed:
         return shape, self._role(shape)
 
     def _role(self, shape: Ints) -> Role:
-        """Determine the role of the parameter, whose global shape is `shape`, from all modules that contain it. The
+        """Determine the parameter's role from all modules that contain the parameter. `shape` is its global shape. The
         order of these modules does not affect which optimizer gets the parameter."""
         places, roles = self.places, [_role_at(place, shape) for place in self.places]
         tables = [place for place, role in zip(places, roles, strict=True) if role.kind == "embedding"]

@@ -31,9 +31,10 @@ from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
-_VECTOR = 64  # largest size in bytes of the vectors in torch's fused AdamW kernel for CPUs (AVX512; torch 2.11 .. 2.13)
+_VECTOR = 64  # largest size in bytes of the vectors in torch's fused AdamW kernel for CPUs (AVX512; torch 2.11 to 2.13)
 # Threshold for tensors whose size is not a multiple of the CPU kernel's vector size. A tensor with fewer elements than
-# the threshold is copied to a padded buffer as a whole; of a larger tensor, only the last elements are copied.
+# the threshold is copied to a padded buffer as a whole. Of a larger tensor, only the elements at the end that do not
+# fill a vector are copied.
 _SMALL = 1 << 14
 
 
@@ -135,8 +136,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Lin
 
     Args:
         rows: This rank's local tensors of each parameter on the device.
-        cuts: True to copy the elements at a tensor's end that do not fill a vector of the kernel to a padded buffer.
-            Required on CPUs, where the kernel rounds these elements differently.
+        cuts: True if the elements at a tensor's end that do not fill a vector of the kernel must be updated in a padded
+            copy. Must be True on CPUs, where the kernel rounds these elements differently.
 
     Returns:
         List of tensors to update in place, and list of groups of tensors. The tensors of a group are updated in one

@@ -1,6 +1,7 @@
-"""Bindings. A binding is a plan (which rank orthogonalizes which matrix) with this rank's parameters, cached until
-parameters, layouts or options change. This module also makes specs, the descriptions of parameters from which plans are
-made, both for optimizers and for the command `shardmuon plan`, which runs in a single process.
+"""Bindings. A binding combines a plan, which assigns each matrix to the ranks that orthogonalize it, with this rank's
+parameters. It is cached until parameters, layouts or options change. This module also makes specs, the descriptions of
+parameters from which plans are made, both for optimizers and for the command `shardmuon plan`, which runs in a single
+process.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Member(NamedTuple):
 
 
 class Binding(Agreed):
-    """A plan, with this rank's parameters and buckets (sets of matrices that are exchanged together). The attributes
-    `sets`, `component` and `token` are copied from the layout table.
+    """A plan, with this rank's parameters and buckets (sets of matrices that are exchanged together). The attributes of
+    the base class are taken from the layout table.
 
     Args:
         rank: Global rank for which the binding is made.
@@ -77,14 +78,15 @@ class Binding(Agreed):
             have all four in common.
         on_weights: Indices of parameters whose Muon variant (such as Hyperball) rescales the updated weights.
         alike: Dict from a set of ranks to the indices of the parameters that these ranks must update in the same way.
-            For most parameters, the set contains all ranks that share the parameter. For a parameter in `lacking`, it
-            contains only the ranks that store elements of the parameter.
-        elsewhere: Parameters in `lacking` that this rank shares but of which it stores no elements.
-        lacking: Dict from each set of ranks to the parameters that these ranks share and whose gradient can be missing
-            on ranks that store no elements of the parameter.
-        bits: Dict from the index of each parameter in `lacking` to the bit that shows, in the vote before a step,
-            whether any rank has the parameter's gradient.
-        num_bits: Number of bits that all ranks that vote together need for their parameters in `lacking`.
+            For most parameters, the set contains all ranks that share the parameter. For a parameter in `lacking`, the
+            set contains only the ranks that store elements of the parameter.
+        elsewhere: Indices of the parameters in `lacking` that have no elements on this rank.
+        lacking: Dict from each set of ranks to the indices of some of the parameters that these ranks share: those
+            parameters that can lack a gradient on a rank because the rank stores none of their elements.
+        bits: Dict from the index of each parameter in `lacking` to the position of the parameter's bit in the vote
+            before a step. The bit shows whether any rank has the parameter's gradient.
+        num_bits: Number of these bits in the vote: one for each parameter that is in `lacking` on any of the voting
+            ranks.
         buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
             step without these parameters.
         weight_sets: Function that takes indices of parameters and returns the `WeightSet`s that compute the norms of
@@ -134,8 +136,8 @@ class Binding(Agreed):
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
         """Assign a bit of the vote to each parameter whose gradient can be missing on some ranks (`lacking`). Bits are
-        unique among all ranks that vote together. `everyone` contains, for each rank, the number of these parameters in
-        each set of ranks. Raise Refused if a vote has too few bits for these parameters."""
+        unique among all ranks that vote together. `everyone` contains one dict per rank, from each set of ranks to the
+        number of such parameters that the set shares. Raise Refused if a vote has too few bits for these parameters."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
             raise Refused(

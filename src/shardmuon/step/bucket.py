@@ -152,8 +152,8 @@ class Bound:
 
 
 class Buckets:
-    """This rank's buckets (sets of matrices that are exchanged together) for steps in which certain parameters have
-    gradients. Objects are cached between steps.
+    """This rank's buckets (sets of matrices that are exchanged together), for steps in which the parameters in
+    `missing` have no gradient. Objects are cached between steps.
 
     Args:
         plan: Plan of the step, which contains the buckets.
@@ -166,7 +166,7 @@ class Buckets:
     Attributes:
         bounds: The buckets, without the parameters in `missing`, in the plan's order.
         order: The order of the buckets' operations (see `shardmuon.price.clock.turns`).
-        moves: True if any bucket needs an exchange, in which other ranks may wait for this rank.
+        moves: True if any bucket needs an exchange, so that other ranks may wait for this rank.
     """
 
     def __init__(
@@ -226,8 +226,8 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    # 1-D receive buffer of the scatter (the exchange that returns results), from which the relay (the exchange with
-    # further replicas) forwards results. None: make the send buffer of the scatter.
+    # 1-D receive buffer of the scatter (the exchange that returns results). Required to make the send buffer of the
+    # relay, which forwards these results; None to make the send buffer of the scatter.
     came: Tensor | None = None,
 ) -> Tensor:
     """Make this rank's 1-D send buffer for the scatter (the exchange that returns results) or the relay (which sends

@@ -7,11 +7,11 @@ computes this rank's part of the squared norms. `scale_weights` sums these parts
     Of the ranks that store the same shard, the first one computes the sum of the shard's squared elements in fp64. The
     ranks that share a parameter then add up these sums, and the square root of the total is rounded to fp32. With a
     different sharding, the numbers are added in a different order, and the fp64 sums have a relative difference of
-    about 1e-16. The fp32 norm changes only if the fp64 value is that close to the midpoint of two fp32 numbers, which
+    about 5e-15. The fp32 norm changes only if the fp64 value is that close to the midpoint of two fp32 numbers, which
     happens for about one norm in 25 million. Gradient norms are computed in the same way (gradients/clip.py).
 
-[Note: matrices of zeros]
-    Weight matrices of zeros are found when norms are first computed, and one warning names all of them. The CPU does
+[Note: all-zero matrices]
+    All-zero weight matrices are found when norms are first computed, and one warning names all of them. The CPU does
     not wait for the device to find them: the result is copied asynchronously, and a later step issues the warning.
 """
 
@@ -37,7 +37,7 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-# number of weights whose squares are summed at a time on CPUs, where fp64 copies of this many weights fit in the cache
+# number of weights to square and sum at a time on CPUs, small enough for fp64 copies of the weights to fit in the cache
 _PART = 1 << 17
 
 
@@ -63,7 +63,7 @@ class WeightSet:
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         matrices = [(param, i) for param, spec in specs.items() for i in range(len(spec.layout.tiles))]
-        # name of each matrix of the set, for the warning about matrices of zeros
+        # name of each matrix of the set, for the warning about all-zero matrices
         self._names = [specs[p].name + (f"[{i}]" if len(specs[p].layout.tiles) > 1 else "") for p, i in matrices]
         # for each parameter, the index (in `Spec.kept`) of the state tensor that contains the norms
         numbers = {p: [one.key for one in keeping(of_param)].index(self._stage.key) for p, of_param in stages.items()}
@@ -121,11 +121,11 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:
-        """Store the norms of weight matrices whose norms are still unknown, and queue a check for matrices of zeros.
+        """Store the norms of weight matrices whose norms are still unknown, and queue a check for all-zero matrices.
         Must be called before the weights are updated. `squares` contains the squared norm of each matrix, in fp64."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
-        # Of the ranks that share the weight matrices, only the first rank warns about matrices of zeros.
+        # Of the ranks that share the weight matrices, only the first rank warns about all-zero matrices.
         if self._rank == self.ranks[0]:
             watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
@@ -176,15 +176,15 @@ def _on_weights(stages: Stages) -> WeightStage:
     return next(stage for stage in stages if isinstance(stage, WeightStage))
 
 
-# ------------------------------------------------------------------------------------------------- matrices of zeros
+# ------------------------------------------------------------------------------------------------- all-zero matrices
 
 
 class ZeroWatch(Coming[Sequence[str]]):
     """Queue of checks that find weight matrices whose norm is 0 when it is first computed. An entry of the queue holds
-    the names of some matrices and a mask that is True for matrices of zeros. Each optimizer has one queue."""
+    the names of some matrices and a mask that is True for all-zero matrices. Each optimizer has one queue."""
 
     def report(self) -> None:
-        """Warn about weight matrices of zeros. Checks whose results have not yet arrived from the device stay in the
+        """Warn about all-zero weight matrices. Checks whose results have not yet arrived from the device stay in the
         queue for a later call."""
         found = [name for names, zero in self.arrived() for name, is_zero in zip(names, zero, strict=True) if is_zero]
         if found:
@@ -199,7 +199,7 @@ class ZeroWatch(Coming[Sequence[str]]):
 def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch | None = None) -> None:
     """Run those stages of Muon variants (such as Hyperball's) that multiply each weight matrix by a factor. Without
     `watch`, the function must be called after the weight update. With `watch`, the function must be called before the
-    weight update: it then only stores weight norms that are still unknown, and queues a check for matrices of zeros in
+    weight update: it then only stores weight norms that are still unknown, and queues a check for all-zero matrices in
     `watch`. Collective among the ranks that share a parameter of `sets`.
 
     Raises:

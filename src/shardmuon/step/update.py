@@ -103,13 +103,13 @@ class Side:
 
     Args:
         loads: The tiles and their places in the buffer.
-        views: For each parameter, the description of the matrices that it holds.
+        views: For each parameter, the `MatrixView` that describes its matrices.
         shapes: For each parameter, the shape of this rank's local storage.
 
     Attributes:
         loads: The tiles and their places in the buffer.
         params: For each tile, index of its parameter.
-        views: For each tile, the description of the matrices that its parameter holds.
+        views: For each tile, the `MatrixView` that describes the matrices of its parameter.
         shapes: For each tile, (rows, cols) of its matrix.
     """
 
@@ -292,7 +292,7 @@ class KeptSide:
         """Copy stage state (the state of a Muon variant's post-processing stages) from a receive buffer to this rank's
         state tensors."""
         targets = self.of(stored)
-        # `cat` copies the state to new memory, because in the buffer, it may not be aligned for a view as fp32.
+        # `cat` copies the state to new memory, because its bytes in the buffer may not be aligned for an fp32 view.
         came = torch.cat(self._bytes(wire)).view(torch.float32)
         foreach_copy_(targets, came.split(list(map(len, targets))))
 

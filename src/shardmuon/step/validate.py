@@ -87,8 +87,8 @@ class Proposal(Work):
     @staticmethod
     def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
         """Format an error message about the first difference between ranks that share parameters. `everyone` contains
-        the result of `lines` on each rank, in the order of `ranks`, or None for a rank whose plan has no parameters
-        that exactly these ranks share."""
+        the result of `lines` on each rank, in the order of `ranks`, or None for a rank on which the plan has no
+        parameters shared by exactly these ranks."""
         told = [lines for lines in everyone if lines is not None]
         plans, *lines = zip(*told, strict=False)
         if len(told) < len(ranks) or len(set(plans)) > 1:

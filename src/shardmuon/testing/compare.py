@@ -159,8 +159,8 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
     return Comparison(worst, bitwise, traffic, num_matrices, where)
 
 
-# Cached states of reference models. The key does not contain the name of the layout, which has no effect on the
-# reference model.
+# Cached states of reference models. The keys do not contain the name of the layout, because the layout has no effect on
+# the reference model.
 _REMEMBERED: dict[str, list[_State]] = {}
 
 

@@ -26,7 +26,7 @@ _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
 
 class _GivenGradients(nn.Module):
-    """A module with a loss whose gradients are the tensors that the caller passes to `forward`.
+    """A module that computes a loss with given gradients: the tensors that the caller passes to `forward`.
 
     The module looks up its parameters by name, because FSDP1 replaces the parameter objects.
 
