@@ -86,7 +86,7 @@ class _Shared:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._folder = config, Path(tempfile.mkdtemp(prefix="shardmuon-tests-"))
-        self._beside: dict[str, int] = {}  # process IDs of the other test processes, keyed by the name of the process
+        self._beside: dict[str, int] = {}  # process IDs of the other test processes, keyed by process name
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:

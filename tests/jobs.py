@@ -49,7 +49,7 @@ def as_in(layout: str) -> Cut:
 
 
 class Spec(NamedTuple):
-    """A parameter of a `Job`. With `lacks`, ranks that store no element of the parameter have no gradient, as in
+    """A parameter of a `Job`. If `lacks` is True, ranks that store no element of the parameter have no gradient, as in
     Megatron-FSDP."""
 
     name: str

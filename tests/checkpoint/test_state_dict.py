@@ -154,8 +154,8 @@ class File:
     tied: bool = False  # True if both layers of the model share one weight
     frozen: bool = False
     empty_at: int | None = None  # index at which an empty parameter group is inserted into the optimizer
-    # `busy` is None if parameters have no gradients before the file is loaded. Otherwise they have gradients, and `busy`
-    # is the text of the error that interrupted an earlier step, or "" if all steps succeeded.
+    # `busy` is None if the parameters have no gradients before loading. Otherwise they have gradients, and `busy` is
+    # the text of the error that interrupted an earlier step, or "" if all steps succeeded.
     busy: str | None = None
 
 
