@@ -86,7 +86,7 @@ class _Shared:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._folder = config, Path(tempfile.mkdtemp(prefix="shardmuon-tests-"))
-        self._beside: dict[str, int] = {}  # process IDs of the other test processes, keyed by the name of the process
+        self._beside: dict[str, int] = {}  # process IDs of the other test processes, keyed by process name
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -96,7 +96,7 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        # The index of each unit of tests is written to the pipe as two bytes, so a read of two bytes always returns
+        # The index of each group of tests is written to the pipe as two bytes, so a read of two bytes always returns
         # exactly one index.
         taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
@@ -171,7 +171,7 @@ class _Shared:
 
 
 def _unit(item: pytest.Item) -> object:
-    """Return the key of a test's unit, which is a group of tests that run in the same process.
+    """Return the key of the group of tests with which a test shares a process.
 
     The key is the mark "framework" or "apart", the path of the test file, or "every_layout" for all files that use the
     comparisons in `every_layout.py`.
@@ -183,8 +183,8 @@ def _unit(item: pytest.Item) -> object:
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
-    """Run the tests of all units, taking one unit at a time from the iterator. Tell pytest which test comes next, so
-    that it closes the fixtures that the next test does not use."""
+    """Run all tests, taking one group of tests at a time from the iterator. Tell pytest which test comes next, so that
+    it closes the fixtures that the next test does not use."""
     items = itertools.chain.from_iterable(units)
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)

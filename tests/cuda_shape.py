@@ -116,8 +116,8 @@ class CudaShape(TorchDispatchMode):
         self.waits: list[str] = []
         self.uploads: list[str] = []
         self._pinned: set[int] = set()
-        # In the modes "error" (set by torch.cuda.set_sync_debug_mode) and "capture" (while a graph is captured), the
-        # device raises an error for operations that make the host wait.
+        # Operations that make the host wait raise an error if `_sync_mode` is "error" (set by
+        # torch.cuda.set_sync_debug_mode) or "capture" (while a graph is captured).
         self._sync_mode = "default"
         self._patches = contextlib.ExitStack()
 
@@ -290,7 +290,7 @@ class CudaShape(TorchDispatchMode):
 
 
 class _Mirror:
-    """A stand-in for the votes of ranks that do not exist. Each simulated rank sends the same message as this rank,
+    """A simulation of votes in which only this rank exists. Each simulated rank sends the same message as this rank,
     except for its rank number. Tensor-parallel parameters are not supported."""
 
     def __init__(self, ranks: Ranks) -> None:

@@ -35,8 +35,8 @@ SCALES = {
 
 
 def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndarray]:
-    """Return, for each matrix of a parameter, an array of the matrix's shape that contains the flat index of each
-    element in the parameter."""
+    """Return, for each matrix of a parameter, an array of the matrix's shape that contains each element's index in the
+    flattened parameter."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(shape[0], -1)]
     found = []
@@ -94,7 +94,7 @@ class _Param:
 
     Attributes:
         weight: The weight, in its stored dtype.
-        state: The same keys and values as in `Muon.state`.
+        state: Optimizer state, with the same keys and values as in `Muon.state`.
     """
 
     def __init__(

@@ -106,8 +106,8 @@ def mesh_layouts(draw: st.DrawFn, view: MatrixView, mesh: tuple[int, ...]) -> Pa
 
 @st.composite
 def models(draw: st.DrawFn) -> list[tuple[ParamLayout, dict[str, Any]]]:
-    """Draw the layouts of up to four tensors, each with the options that say how Muon reads the tensor as matrices. The
-    ranks form a mesh of at most twelve ranks, or there are at most five ranks without a mesh."""
+    """Draw the layouts of up to four tensors, each with the options that say how Muon reads the tensor as matrices. A
+    tensor's layout is either on a mesh of at most twelve ranks, or on at most five ranks without a mesh."""
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda m: math.prod(m) <= 12)))
     model = []
     for shape, options in draw(st.lists(viewed(), min_size=1, max_size=4)):

@@ -111,7 +111,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     """Compare a layout with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
 
     Not every combination of layout, reference and dtype is run, because the plan is the same for all references, and
-    only its byte counts depend on the dtype. A second step reuses the momentum and the plan of the first step.
+    only its byte counts depend on the dtype. Steps after the first reuse the first step's momentum and plan.
     """
     # Each rank caches reference runs by their arguments. All layouts pass equal arguments, so a reference is computed
     # only once.

@@ -14,7 +14,7 @@ from shardmuon import Muon, audit
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
 VARIANTS = ("normuon", "muon_eq", "hyperball", "muon_eq+normuon", "muon_eq+hyperball", "normuon+hyperball")
-# The audit tests call `healthy` with consecutive seeds, which select the variants in IN_TURN in the order of the list.
+# The audit tests call `healthy` with consecutive seeds, which select the variants in IN_TURN one after another.
 IN_TURN = (*VARIANTS, *[None] * len(VARIANTS), *LATER)
 SPECTRA = ("gauss", "power", "six decades", "rank 1", "rank 2", "low rank and noise", "orthogonal", "spike", "ones")
 

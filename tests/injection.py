@@ -1,4 +1,4 @@
-"""Helpers that list the package's functions that run before a collective, and that raise an exception in one of these
+"""Helpers to list the package's functions that run before a collective, and to raise an exception in one of these
 functions at a time.
 
 The exceptions are raised by a trace function, which Python calls at every function call, including calls of lambdas,

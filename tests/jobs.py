@@ -49,7 +49,7 @@ def as_in(layout: str) -> Cut:
 
 
 class Spec(NamedTuple):
-    """A parameter of a `Job`. With `lacks`, ranks that store no element of the parameter have no gradient, as in
+    """A parameter of a `Job`. If `lacks` is True, ranks that store no element of the parameter have no gradient, as in
     Megatron-FSDP."""
 
     name: str
@@ -170,7 +170,7 @@ class Job:
         return {spec.name: {"weight": p.detach(), **self.state.get(p, {})} for p, spec in self.specs.items()}
 
     def unlike_whole(self, dense: dict[str, dict[str, Any]]) -> list[str]:
-        """Compare the weights and the state with this rank's shards of a dense job's weights and state. Return the
+        """Compare the weights and the state with this rank's shards of an unsharded job's weights and state. Return the
         parameter name and the key of every tensor that differs."""
         wrong = []
         # Every rank stores the full state of post-processing stages (NorMuon, ..).

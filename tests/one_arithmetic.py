@@ -16,7 +16,7 @@ from shardmuon.testing.layouts import ParamCase
 STEPS = 3
 SHAPES = [(5, 257), (257, 5), (3, 1000), (1, 1025), (17, 33), (17, 33), (33, 17), (16, 16), (8, 16), (8, 16), (8, 16)]
 if not cpu_has_bf16_matmul() or torch.backends.cpu.get_cpu_capability() != "AVX2":
-    # On CPUs where torch emulates bf16 matmuls, a matrix of shape (384, 1536) would take minutes.
+    # A matrix of shape (384, 1536) would take minutes if matmuls are in bf16 and torch emulates bf16.
     SHAPES.append((384, 1536))
 CASES = {f"w{i}": ParamCase(shape, "hurts") for i, shape in enumerate(SHAPES)}
 

@@ -227,9 +227,9 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
     return job.differences(expected)
 
 
-# Each test saves a checkpoint with a source and loads it with a target. Both are pairs of a layout and a number of
-# ranks. A checkpoint stores pieces of tensors, but not the layout from which it was saved. It is therefore enough to
-# load the checkpoint of each source on a single process and on one other layout.
+# Each test saves a checkpoint from a source job and loads it into a target job. Source and target are given as (layout,
+# number of ranks). A checkpoint stores pieces of tensors, but not the layout from which it was saved. It is therefore
+# enough to load the checkpoint of each source on a single process and on one other layout.
 ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
 GRID, EXPERTS, DIMS = ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)
 COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2), ("tp x dp", 4)

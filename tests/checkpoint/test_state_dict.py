@@ -154,7 +154,7 @@ class File:
     tied: bool = False  # True if both layers of the model share one weight
     frozen: bool = False
     empty_at: int | None = None  # index at which an empty parameter group is inserted into the optimizer
-    # `busy` is None if torch can create the optimizer's state before loading. Otherwise, gradients exist, and `busy` is
+    # `busy` is None if the parameters have no gradients before loading. Otherwise they have gradients, and `busy` is
     # the text of the error that interrupted an earlier step, or "" if all steps succeeded.
     busy: str | None = None
 

@@ -145,8 +145,8 @@ def _with_memory(report: Report, size: float) -> Report:
     return replace(report, hardware=hardware)
 
 
-# Each option of `Muon`, with a non-default value and a flag that is True if this value changes the plan or the counts
-# computed from the plan.
+# Each option of `Muon`, with a value (non-default except for process groups) and a flag that is True if this value
+# changes the plan or the counts computed from the plan.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),
@@ -156,8 +156,7 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
     "variant": ("normuon", True),
-    # `plan` takes the ranks from the mesh and creates no process groups, so `process_group` and `tp_group` change
-    # nothing.
+    # `plan` takes the ranks from the mesh and does not use process groups.
     "process_group": (None, False),
     "tp_group": (None, False),
     "method": ("gram", True),

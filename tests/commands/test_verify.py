@@ -82,7 +82,7 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    # This first run, without corruption, caches the dense reference for the second.
+    # This first run, without corruption, caches the dense reference for the second run.
     Comparison.with_dense(layout, **given)
     with mock.patch.object(update, name, spoiled):
         return Comparison.with_dense(layout, **given)

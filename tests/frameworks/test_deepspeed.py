@@ -280,7 +280,7 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
 
 
 # When DeepSpeed loads a checkpoint, it matches the saved parameter groups to the optimizer's groups by position. With
-# ZeRO stage 3, it gives all groups the options of the first group. TURNED has the groups of JOINED in another
+# ZeRO stage 3, it gives all groups the options of the first group. TURNED has the groups of JOINED in a different
 # order, with an AdamW group first, to test that each group keeps its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
@@ -307,7 +307,7 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_op
 
 @contextmanager
 def _heard() -> Iterator[list[Finding]]:
-    """Collect audit findings in a list instead of raising an AuditError, so that the step goes on to the remaining
+    """Collect audit findings in a list instead of raising an AuditError, so that the step continues with the remaining
     parameter groups."""
     found: list[Finding] = []
     with mock.patch.object(AuditSchedule, "deliver", lambda schedule, report: found.extend(report.findings)):

@@ -32,7 +32,7 @@ swaps = pytest.mark.skipif(
 MIB = 2**20
 
 # DeepSpeed's sub-groups of parameters are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of
-# "a" is exactly 1 MiB, the smallest size that is swapped. The parameters c, v, w and heads stay in memory. The
+# "a" is exactly 1 MiB, the smallest size that is swapped to disk. The parameters c, v, w and heads stay in memory. The
 # parameter e is too small to be swapped by itself, but its sub-group is swapped.
 SHAPES: Shapes = {
     "a": (512, 1024),
@@ -179,8 +179,9 @@ def _first_step(case: Case) -> str:
 
 @swaps
 def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) -> None:
-    """The first parameter has a single element per rank and is not swapped, so the swapped gradient after it starts at
-    an unaligned address. DeepSpeed would lose this gradient, so the first step must raise an error."""
+    """The first parameter has a single element per rank and stays in memory. The next gradient, which is swapped to
+    disk, therefore starts at an unaligned address. DeepSpeed would lose this gradient, so the first step must raise an
+    error."""
     shapes: Shapes = {"first": (2, 1), "large": (512, 1024)}
     for said in two.run(_first_step, nvme(tmp_path, shapes=shapes, groups=[(("first", "large"), {"lr": 0.02})])):
         assert ": large: " in said and "element 1 of its sub-group (byte 4)" in said
@@ -188,7 +189,7 @@ def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) 
 
 # ------------------------------------------------------------------------------------------ without swap files
 
-QUARTER = MIB // 4  # Gradients with fewer than QUARTER elements (1 MiB in fp32) are not swapped.
+QUARTER = MIB // 4  # Gradients with fewer than QUARTER elements (1 MiB in fp32) are not swapped to disk.
 
 
 @pytest.mark.parametrize(

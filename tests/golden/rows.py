@@ -3,9 +3,9 @@ PYTHONPATH, and write digests of all tensors that a step changes.
 
     PYTHONPATH=TREE/src:tests python -m golden.rows --ranks 4 --out FILE [--only TEXT]
 
-FILE has {row: {tensor: [digest of each rank's bytes]}}. Weights are named "step 0/weight/NAME", and optimizer state
-"step 0/KEY/NAME". For a row that raises an exception, such as an unsupported combination, the entry is {"refused":
-[class of the exception]} instead.
+FILE contains {row: {tensor: [digest of each rank's bytes]}}. Weights are named "step 0/weight/NAME", and optimizer
+state "step 0/KEY/NAME". For a row that raises an exception, such as an unsupported combination, the entry is
+{"refused": [class of the exception]} instead.
 """
 
 from __future__ import annotations

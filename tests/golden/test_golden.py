@@ -16,9 +16,9 @@ from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
 WORLDS = (2, 3, 4)
-# For each layout, the test uses a row with an option that no earlier layout has used. All layouts run on 3 ranks, which
-# do not divide the sizes evenly. test_equality.py runs all layouts on 4 ranks and every second layout on 2 ranks.
-# Momentum in int8 is left out because some layouts split its quantization blocks; test_momentum.py covers int8
+# For each layout, the test uses a row with options that no earlier layout has used, if there is one. All layouts run on
+# 3 ranks, which do not divide the sizes evenly. test_equality.py runs all layouts on 4 ranks and every second layout on
+# 2 ranks. Momentum in int8 is left out because some layouts split its quantization blocks; test_momentum.py covers int8
 # momentum.
 LEFT_OUT = "momentum int8"
 NAMES = {3: list(LAYOUTS), 4: list(LAYOUTS)[::2], 2: list(LAYOUTS)[::6]}

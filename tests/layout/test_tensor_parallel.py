@@ -307,8 +307,8 @@ def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(case: str, 
 
 def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...], bool]:
     """Train a model with Megatron-like tensor-parallel layers. The optimizer is given the module instead of a list of
-    parameters. Return the routed shape and optimizer of each parameter, the global shape of the last weight, and
-    whether a plan was made."""
+    parameters. Return the shape and the optimizer (Muon or AdamW) of each parameter according to `param_groups`, the
+    global shape of the last weight, and whether a plan was made."""
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))
     for layer, dim in ((model[0], 0), (model[2], 1)):
         layer.weight = _mark(layer.weight.detach(), dim)

@@ -142,8 +142,8 @@ def test_layout_digest_tells_layouts_apart() -> None:
 
 
 def test_turns_of_single_columns_are_one_tile() -> None:
-    """A fused weight whose 2,880 gate and up columns alternate must become two strided views per rank, not 5,760 slices
-    of single columns."""
+    """A fused weight with 2,880 gate columns and 2,880 up columns in alternation must become two strided views per
+    rank, not 5,760 slices of single columns."""
     view = matrix_view((2, 8, 5760), view="stack", split_sizes=(1, 1), split_groups=2880, transposed=True)
     layout = layout_of(view, {rank: [Box((rank, 0, 0), (1, 8, 5760))] for rank in range(2)})
     assert [{rank: len(t) for rank, t in by_rank.items()} for by_rank in layout.tiles] == [{0: 1}] * 2 + [{1: 1}] * 2

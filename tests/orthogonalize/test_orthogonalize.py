@@ -112,8 +112,8 @@ def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("power", [-110, -40, 40, 110])
 def test_powers_of_two_change_no_bit(power: int, dtype: torch.dtype, method: str) -> None:
-    """Scaling the input by a power of two must not change the result. Without normalization, products of values near 2
-    ** 110 (1.3e33) would overflow in fp32, and products of values near 2 ** -110 would underflow."""
+    """Scaling the input by a power of two must not change the result. Without normalization, products of values near
+    2^110 (1.3e33) would overflow in fp32, and products of values near 2^-110 would underflow."""
     x = _batch((6, 11), dtype, count=2)
     assert torch.equal(orthogonalize(x * 2.0**power, KELLER, method=method), orthogonalize(x, KELLER, method=method))
 

@@ -1,5 +1,5 @@
-"""Tests of plans chosen by estimated time: the optimizer's share of a training step, the choice of buckets and owners,
-and the machine rates that the estimates use."""
+"""Tests of plans chosen by estimated time: the optimizer's share of a training step, the choice of buckets
+and of the rank that orthogonalizes each matrix, and the machine rates that the estimates use."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def _num_owners(made: Plan) -> int:
 
 
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
-    """One of four ranks owns a dense matrix, and each rank has eight experts. Other ranks of the node must take over
-    experts from the busy rank, unless a post-processing stage (such as NorMuon) keeps per-expert state, because this
-    state would have to be sent as well."""
+    """One of four ranks must orthogonalize a dense matrix, and each rank stores eight experts. Other ranks of the node
+    must take over experts from the busy rank, unless a post-processing stage (such as NorMuon) keeps per-expert state,
+    because this state would have to be sent as well."""
     experts = sharded(matrix_view((32, 48, 32), view="stack"), [range(4)], 0)
     dense = spec("dense", sharded(matrix_view((96, 32)), [range(4)], 0))._replace(costs=(12 * 10**9,))
     for per_node, stages, most, moved in ((4, 0, 12, 8), (1, 0, 20, 0), (4, 1, 20, 32)):
