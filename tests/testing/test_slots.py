@@ -1,5 +1,5 @@
-"""Tests that matmuls and orthogonalization give a matrix the same bits in every slot (position) of a batch, regardless
-of the other matrices and of their number."""
+"""Tests that matmuls and orthogonalization give a matrix the same bits at every position in a batch, regardless of the
+other matrices and of their number."""
 
 from __future__ import annotations
 
