@@ -174,7 +174,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# OPTIONS maps each key of VIEWS to the parameter-group options that result in this matrix view.
+# OPTIONS maps the name of each matrix view in VIEWS to the parameter-group options that result in this view.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},

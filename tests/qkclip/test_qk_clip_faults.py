@@ -27,8 +27,7 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-# The sets of ranks that share a weight. Each set has its own weight, and a rank in none of the sets does not share its
-# weight.
+# Disjoint sets of ranks. The ranks of a set share one weight, and a rank in none of the sets has a weight of its own.
 Sets = list[tuple[int, ...]]
 Family = dict[str, Sets]  # Dict from weight name, which ends with the layer index, to sets of ranks
 

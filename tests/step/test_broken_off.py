@@ -211,8 +211,8 @@ def main(rank: int, name: str, store: str) -> None:
     weights, state = _weights(job), copy.deepcopy(job.optimizer.state_dict())
     _set_timeout(case.timeout)
     if name == "norms, lives":
-        # After the optimizer state is cleared, the step sums the norms of weights over ranks before the update. The
-        # rank fails in this sum.
+        # After the optimizer state is cleared, the step sums the norms of weights over ranks before the update. Rank
+        # VICTIM fails in this sum.
         job.state.clear()
     if rank == VICTIM:
         _arrange(case, store)

@@ -49,7 +49,7 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     ),
     (Comparison.with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
     # In this case, the step is also audited. The audit assembles the full matrices independently, and raises an error
-    # if the step differs from the audit's own dense computation.
+    # if the step differs from the audit's own computation on these matrices.
     (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
         (Comparison.with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})
