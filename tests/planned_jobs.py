@@ -1,5 +1,5 @@
-"""Configs of small models, and a function that compares measurements of steps on ranks with predictions that
-`foresight` makes without ranks."""
+"""Configs of small models, and a function that compares measurements of real steps on ranks with the predictions of
+`foresight`, which starts no ranks."""
 
 from __future__ import annotations
 

@@ -49,15 +49,15 @@ TABLE = "table"  # the name of the model's AdamW parameter
 
 
 def shapes_of(rows: int | None) -> Shapes:
-    """Return SHAPES or, if `rows` is given, similar shapes whose four equal matrices have `rows` rows."""
+    """Return SHAPES or, if `rows` is given, similar shapes in which the four equal matrices have `rows` rows each."""
     if rows is None:
         return SHAPES
     return dict.fromkeys("abcd", (rows, 24)) | {"square": (32, 32), "wide": (12, 40)}
 
 
 class Job:
-    """A small model whose parameters are sharded as in the layout `layout`. Each step gets new random gradients, so
-    that momentum, gradient and update differ."""
+    """A small model, sharded according to `layout`, and its optimizer. Each step gets new random gradients, so that
+    momentum, gradient and update differ."""
 
     def __init__(
         self, layout: str, dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES, **options: Any
@@ -211,8 +211,8 @@ def _by_halves(original: Any) -> Any:
 
 
 def _clamped(update: Tensor) -> Tensor:
-    """Clamp an update's elements to 0.8 times the root mean square element of a full orthogonalized matrix. The rows of
-    the matrix are sharded over two ranks, so `update` contains only half of them."""
+    """Clamp an update's elements to 0.8 times the RMS of a full orthogonalized matrix's elements. The rows of the
+    matrix are sharded over two ranks, so `update` contains only half of them."""
     limit = 0.8 / max(2 * update.shape[0], update.shape[1]) ** 0.5
     return update.clamp(-limit, limit)
 
@@ -236,7 +236,8 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    # Set the number of earlier audits to 0, because audit number 0 checks matrix 0 if it checks only one matrix.
+    # An audit of a single matrix checks a different matrix each time, starting with matrix 0. Reset the number of
+    # earlier audits to 0, so that this audit checks matrix 0.
     job.optimizer.audits.num_audits = 0
     return _results(lambda o: o.roll(-1, 0))(job)
 
@@ -332,8 +333,7 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that multiplies weights by `change(factor)` instead of `factor`, the correct factor of a
-    post-processing stage."""
+    """Return a fault that applies `change` to the factors by which a post-processing stage multiplies weights."""
     return replaced(
         "foreach", lambda real: lambda name, tiles, numbers: real(name, tiles, [change(n) for n in numbers]), stages
     )
@@ -377,8 +377,8 @@ class Fault:
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    # Findings that an audit may report in addition to `names`, for example because they depend on which rank owns a
-    # matrix.
+    # Findings that an audit may report in addition to `names`, for example because they depend on which rank
+    # orthogonalizes a matrix.
     also: set[str] = field(default_factory=set)
     # If True, the audit finds the fault only in bitwise comparisons or only with the matmul dtype of `options`, so no
     # other matmul dtype is tested.
@@ -388,7 +388,7 @@ class Fault:
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # additional finding that is allowed for faults that give the rows of an update wrong norms
+_LENGTH = ("wrong_matrix",)  # finding that is also allowed for faults that give the rows of an update wrong norms
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -521,7 +521,7 @@ FAULTS = {
         "ddp",
         "the momentum on rank(s) 1",
         # The momentum is wrong on rank 1 only. The audit uses the momentum of rank 0 for all replicas, so the update
-        # looks wrong if rank 1 owns the matrix.
+        # looks wrong if rank 1 orthogonalizes the matrix.
         also={"wrong_matrix", "update_differs"},
         exact=True,
     ),
@@ -584,8 +584,8 @@ FAULTS = {
     ),
     "NorMuon: its state of one replica": Fault(
         now(lambda job: [v.mul_(1.25) for v in _kept(job, "second_moment")], rank=1),
-        # NorMuon's state is wrong on rank 1 only, so the audit reports only matrices that rank 1 owns. For other
-        # matrices, the audit gets the correct state from the owner.
+        # NorMuon's state is wrong on rank 1 only, so the audit reports only matrices that rank 1 orthogonalizes. For
+        # other matrices, the audit gets the correct state from another rank.
         {"kept_wrong"},
         # With fp32 matmuls, the error that wrong NorMuon state causes in the update also exceeds the tolerance, so the
         # audit reports "wrong_matrix", too.
@@ -643,9 +643,9 @@ _SOUND: set[str] = set()  # combinations of model and options for which a correc
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
     """Audit a step with a planted fault.
 
-    With `first`, the fault is planted in the first step. Otherwise, it is planted in the third step, after two correct
-    steps. The second step is audited as well, and this audit must report nothing. Faults with the same model and
-    options have the same second step, so it is audited only for the first of them.
+    If `first` is True, the fault is planted in the first step. Otherwise, it is planted in the third step, after two
+    correct steps. The second step is audited as well, and this audit must report nothing. Faults with the same model
+    and options have the same second step, so it is audited only for the first of them.
     """
     fault = FAULTS[name]
     options = options | fault.options
@@ -680,8 +680,8 @@ def check_caught(name: str, reports: Sequence[AuditReport]) -> None:
     for report in reports:
         names, where = names_of(report), {finding.where for finding in report.findings}
         assert names and fault.names <= names <= fault.names | fault.also, f"{name}: {names}"
-        # In the fault "results of matrices swapped", a rank that owns only one of the four equal matrices has no
-        # results to swap, so the audit need not report all four matrices.
+        # In the fault "results of matrices swapped", a rank that orthogonalizes only one of the four equal matrices has
+        # no results to swap, so the audit need not report all four matrices.
         if name == "results of matrices swapped":
             assert len(where) >= 2 and where <= FOUR
         elif fault.where is not None:

@@ -10,8 +10,8 @@ import torch
 
 @contextmanager
 def process_default(name: str) -> Iterator[None]:
-    """Set torch's default dtype to the dtype called `name`, and reset it on exit. If `name` is "meta", set the default
-    device to the meta device instead."""
+    """Set torch's default dtype to the dtype with the given name, and reset it to float32 on exit. If `name` is "meta",
+    set the default device to the meta device instead."""
     if name == "meta":
         with torch.device("meta"):
             yield

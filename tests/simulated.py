@@ -113,8 +113,8 @@ def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, 
 
 
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
-    """Return a layout in which each row of `grid` is a replica, whose ranks store shards along `dim`. The last ranks of
-    a row may have small or empty shards."""
+    """Return a layout for a grid of ranks. Each row of `grid` stores one replica, sharded along `dim`. The last ranks
+    of a row may have small or empty shards."""
     num = view.shape[dim]
     step = -(-num // len(grid[0]))
     cuts = {rank: [min((part + n) * step, num) for n in (0, 1)] for row in grid for part, rank in enumerate(row)}
@@ -122,8 +122,7 @@ def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamL
 
 
 def strided_shards(view: MatrixView, ranks: Sequence[int]) -> ParamLayout:
-    """Return a layout in which rank i of n stores the i-th part of each half of the rows, as two pieces of one
-    storage."""
+    """Return a layout in which rank i of n stores the i-th part of each half of the rows."""
     half = view.shape[0] // 2
     part = half // len(ranks)
     starts = {rank: (at * part, half + at * part) for at, rank in enumerate(ranks)}
@@ -175,7 +174,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# OPTIONS maps each key of VIEWS to the parameter-group options that result in this matrix view.
+# OPTIONS maps the name of each matrix view in VIEWS to the parameter-group options that result in this view.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},
@@ -208,8 +207,8 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
     """Return a `pytest.param` for each row of test arguments. Every `every`-th row is marked `numeric`, so that it runs
-    with both bf16 and fp32 matmuls. A subset is enough, because the matmul dtype does not change which rank owns a
-    matrix."""
+    with both bf16 and fp32 matmuls. A subset is enough, because the matmul dtype does not change which rank
+    orthogonalizes a matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 
@@ -259,8 +258,9 @@ def group_of(**options: Any) -> dict[str, Any]:
 
 
 def kinds_of(work: Work) -> list[tuple[object, ...]]:
-    """Return the value of `Work.kinds`: for each parameter, its group's settings, dtypes, devices and rounding. A real
-    step sets this value during validation."""
+    """Return the value of `Work.kinds`, which a real step sets during validation. It contains, for each parameter, the
+    settings of its parameter group, the dtypes and devices of its tensors, and whether its rounding uses random
+    bits."""
     tensors = zip(work.weights, work.grads, work.momenta, strict=True)
     return [
         (id(settings), *((t.dtype, t.device) for t in of if t is not None), at in work.rounding)
@@ -274,9 +274,9 @@ class SimulatedRanks:
     Attributes:
         plan: The plan.
         weights, momenta: For each parameter, the storage of each rank.
-        kept: State of post-processing stages (NorMuon, ..): for each parameter and each entry of its `Spec.kept`, the
+        kept: State of post-processing stages (NorMuon, ...): for each parameter and each entry of its `Spec.kept`, the
             storage of each rank.
-        watches: For each rank, the `ZeroWatch`, which looks for weights that are all zero.
+        watches: For each rank, the `ZeroWatch` that detects all-zero weights.
         orthogonalized: Number of matrices orthogonalized so far.
     """
 
@@ -343,8 +343,8 @@ class SimulatedRanks:
         return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
 
     def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
-        """Return the sets of ranks that sum the squared norms of weights together, each set as a dict that maps a rank
-        to its `WeightSet`."""
+        """Return the sets of ranks that together sum the squared norms of weights. Each set is a dict from rank to the
+        rank's `WeightSet`."""
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}

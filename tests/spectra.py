@@ -57,7 +57,7 @@ def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # returns a tensor of 
 
 
 def polar_factor(x: Tensor) -> Tensor:  # returns a tensor of shape (rows, cols) in fp64
-    """Return U V^T from the singular value decomposition of a matrix, without the directions whose singular value is
-    zero."""
+    """Return U V^T from the singular value decomposition of a matrix. Singular vectors with a singular value of zero
+    are left out."""
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     return (u * (s > s.amax() * 1e-12)) @ vh

@@ -27,7 +27,7 @@ def _on_cpu(device: object) -> object:
 
 
 class _OnCpu(TorchFunctionMode):
-    """A mode that replaces CUDA devices with the CPU in every call of a torch function."""
+    """A `TorchFunctionMode` that replaces CUDA devices with the CPU in calls of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -143,7 +143,7 @@ def _double(value: Any) -> Tensor:
 
 
 def steps_written_out(
-    matrix: Tensor,  # (rows, cols): the input of the steps
+    matrix: Tensor,  # (rows, cols): the input of the first step
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # returns a tensor of shape (rows, cols) in fp64

@@ -32,10 +32,10 @@ def transformer(ranks: int, layers: int, d: int, itemsize: int = 2) -> list[Spec
 EXPERTS = [spec("experts", sharded(matrix_view((64, 32, 48), view="stack"), [range(8)], 1))]
 LOADED = {
     **{f"{ranks} ranks": (transformer(ranks, 12, 384), 1.05) for ranks in (2, 3, 4, 6, 8, 12)},
-    # Each of 16 ranks owns three of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 9.
+    # Each of 16 ranks gets three of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 9.
     # Assigning matrices in descending order of cost gives one rank a cost of 10.
     "16 ranks": (transformer(16, 12, 384), 10 / 9),
-    # Each of 24 ranks owns two of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 6. Even
+    # Each of 24 ranks gets two of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 6. Even
     # in the best assignment, the most loaded rank has a cost of 4 + 3, which is 7 / 6 of the mean.
     "24 ranks": (transformer(24, 12, 384), 7 / 6),
     "experts, one by one": (EXPERTS, 1.0),
@@ -94,8 +94,8 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    # With 1024 ranks, a single 4096 x 4096 matrix has 60% as many elements as a rank sends on average, so the owner of
-    # a matrix may send far more than the mean.
+    # With 1024 ranks, a single 4096 x 4096 matrix has 60% as many elements as a rank sends on average, so a rank that
+    # orthogonalizes a matrix may send far more than the mean.
     assert 0 < sent < 20 * mean
 
 

@@ -103,9 +103,9 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """A rank that relays (passes on) results to the other replica must send them as one block, even if post-processing
-    stages (such as NorMuon) keep state for the matrices. The gather of shards must stay within a replica, and so must
-    the scatter of results if no stage keeps state."""
+    """A rank that passes results on to the other replica must send them as one block, even if post-processing stages
+    (such as NorMuon) keep state for the matrices. The gather of shards must stay within a replica, and so must the
+    scatter of results if no stage keeps state."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -182,7 +182,7 @@ def test_shares_divide_the_work_of_each_owner_evenly_within_the_size_of_a_bucket
             parts = [part for share in shares if (part := [item for item in share if item in line])]
             assert [item for part in parts for item in part] == line
             assert all(len(part) == 1 or sum(item.numel for item in part) <= most for part in parts)
-            if most == 10**5:  # more elements than all matrices of one owner have together
+            if most == 10**5:  # `most` exceeds the size of all matrices of one owner together
                 assert len(parts) == min(len(shares), len(line))
                 work = [sum(item.cost for item in part) for part in parts]
                 assert len(shares) * (max(work) - line[0].cost) <= sum(work)
@@ -225,9 +225,9 @@ def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: flo
 
 
 def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tuple[int, ...]) -> list[Copy]:
-    """Return `num` copy instructions. Each copies one block from one buffer to another, and all blocks have the same
-    size. `here` and `there` give the positions in the two buffers as (step between blocks, row stride[, first
-    element])."""
+    """Return `num` instructions that copy blocks of the same size between two buffers. `here` and `there` give the
+    positions in the two buffers: (step between blocks, row stride), optionally followed by the position of the first
+    element."""
     (step, row, *first), (far_step, far_row, *far_first) = here, there
     starts = [(sum(first) + step * n, sum(far_first) + far_step * n) for n in range(num)]
     return [Copy(sizes, BufferPlace(a, (row, 1)), BufferPlace(b, (far_row, 1))) for a, b in starts]
@@ -251,8 +251,8 @@ def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> N
 
 
 def test_matrices_of_one_parameter_may_have_wires_of_unlike_widths() -> None:
-    """The matrices are blocks of a fused weight. One of them is too small for half-precision matmuls, so it must be
-    exchanged in a wider dtype and in a separate bucket."""
+    """One of the two matrices of a fused weight is too small for half-precision matmuls, so it must be exchanged in a
+    wider dtype and in a separate bucket."""
     layout = sharded(matrix_view((12, 10), split_sizes=(8, 4)), [(0, 1)], 0)
     plan = make_plan([spec("qk", layout)._replace(itemsizes=(2, 4))], Policy())
     assert {(bucket.itemsize, bucket.items) for bucket in plan.buckets} == {(2, (0,)), (4, (1,))}

@@ -82,7 +82,7 @@ def _hooked(model: nn.Module, **options: Any) -> QKClip:
 
 def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
     """Take a step without gradients, in which QK-clip scales the model's weights based on the given maximum logits.
-    Return the gains of the first layer, which are the factors for its logits."""
+    Return the gains of the first layer, by which the layer's logits are multiplied."""
     clip = _hooked(model, logits=lambda: logits, **options)
     clip._optimizer.step()
     return clip.report.layers[0].gains

@@ -27,10 +27,9 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-# `Sets` lists the sets of ranks that store one weight. All ranks in a set share the weight, and a rank in none of the
-# sets has a weight of its own.
+# Disjoint sets of ranks. The ranks of a set share one weight, and a rank in none of the sets has a weight of its own.
 Sets = list[tuple[int, ...]]
-Family = dict[str, Sets]  # Dict from weight name to the weight's sets of ranks. The name ends with the layer index.
+Family = dict[str, Sets]  # Dict from weight name, which ends with the layer index, to sets of ranks
 
 FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},

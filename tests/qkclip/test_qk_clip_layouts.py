@@ -196,7 +196,7 @@ def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
-    rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # shape (groups, heads q q k v, head size, columns)
+    rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # shape (groups, 4 heads: q q k v, head size, columns)
     gain = 100.0 / torch.tensor([900.0, 110.0])[first : first + len(rows)]
     for _ in range(2):
         rows[:, :3].mul_(gain.pow(0.5).view(-1, 1, 1, 1))

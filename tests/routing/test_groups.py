@@ -570,7 +570,7 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
     arguments = {*set(ONLY_MUON).difference(VIEW_DEFAULTS), *vars(MuonConfig()), "process_group", *routing}
-    # Muon's argument `unknown` collects misspelled options.
+    # `unknown` is the name of the `**` argument with which `Muon` collects misspelled options.
     assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {

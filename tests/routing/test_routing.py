@@ -45,7 +45,7 @@ def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
 
 
 # Each case gives a module, the name of a parameter, and a function that slices the expected matrices out of this
-# parameter (None if it goes to AdamW).
+# parameter (None if the parameter goes to AdamW).
 Parts = Callable[[torch.Tensor], list[torch.Tensor]] | None
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Parts]] = {
     "Conv1D": (lambda: conv1d(12, 8), "weight", lambda w: [w.T]),

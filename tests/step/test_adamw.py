@@ -134,13 +134,13 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) ->
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
 
 
-# Functions that copy the initial weights of a parameter. All except torch.clone return a copy whose strides differ from
-# the original's or whose address is unaligned.
+# Functions that copy the initial weights of a parameter. All except torch.clone change the strides or return a tensor
+# with an unaligned address.
 FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],
     lambda t: t.t().contiguous().t(),
-    # The copy starts 5 elements into its storage, so its address is not aligned to a SIMD register.
+    # The copy starts 5 elements into its storage, so its address is not a multiple of 64 bytes.
     lambda t: t.new_zeros(5 + t.numel())[5:].view(t.shape).copy_(t),
 )
 

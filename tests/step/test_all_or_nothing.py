@@ -437,8 +437,8 @@ AGAINST_STATE = (
 )
 # Faults in FRESH do not depend on optimizer state, so even a first step, which has no state yet, must detect them.
 FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
-# Each row gives a layout, a call, the number of ranks, the faults that are made in each round, and the minimum number
-# of rounds in which the call must raise an error.
+# Each row gives a layout, a call, the number of ranks, the faults that are planted in each round, and the minimum
+# number of rounds in which the call must raise an error.
 CASES: list[tuple[str, str, int, list[Round], int]] = [
     ("chain", "step", 4, _one_by_one(PLAIN), len(PLAIN)),
     ("fsdp2", "step", 4, _one_by_one([*SHARD_FAULTS, *WHOLE_FAULTS, *list(FAULTS)[::6]]), 31),

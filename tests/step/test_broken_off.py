@@ -1,8 +1,8 @@
 """Tests that when a rank fails after all ranks have agreed on a step, the other ranks raise an error that says what to
 do.
 
-Each case runs in new processes. The time-out is long, so that a slow machine does not interrupt a step. If only the
-time-out can end the wait for the failed rank, the time-out is shortened after the first step.
+Each case runs in new processes. The timeout is long, so that a slow machine does not interrupt a step. If only the
+timeout can end the wait for the failed rank, the timeout is shortened after the first step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from shardmuon.step.stages import WeightSet
 from shardmuon.step.update import Side
 from shardmuon.testing import RankPool
 
-# Each of four ranks owns (orthogonalizes) four of 16 matrices. Each bucket has one matrix of each owner, so there are
-# four buckets.
+# Each of four ranks orthogonalizes four of 16 matrices. Each bucket has one matrix for each rank, so there are four
+# buckets.
 NUM_BUCKETS = 4
-PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds. VICTIM is the rank that fails.
+PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are timeouts in seconds. VICTIM is the rank that fails.
 
 
 def _job(layout: str) -> Job:
@@ -95,8 +95,8 @@ class Case(NamedTuple):
 
     @property
     def timeout(self) -> float:
-        """The time-out of the second step, in seconds. It is short only if the failing process stays alive, because
-        only then do the other ranks have to wait for the time-out."""
+        """The timeout of the second step, in seconds. It is short only if the failing process stays alive, because
+        only then do the other ranks have to wait for the timeout."""
         return SHORT if self.how == "hangs" or self.own.startswith(("E", "K")) else PATIENT
 
 
@@ -168,7 +168,7 @@ def _join(store: str, rank: int) -> None:
 
 
 def _set_timeout(seconds: float) -> None:
-    """Set the time-out of every process group and every communication channel of this rank."""
+    """Set the timeout of every process group and every communication channel of this rank."""
     limit = timedelta(seconds=seconds)
     c10d: Any = dist.distributed_c10d
     for group, ranks in c10d._world.pg_group_ranks.items():
@@ -211,8 +211,8 @@ def main(rank: int, name: str, store: str) -> None:
     weights, state = _weights(job), copy.deepcopy(job.optimizer.state_dict())
     _set_timeout(case.timeout)
     if name == "norms, lives":
-        # After the optimizer state is cleared, the step sums the norms of weights over ranks before the update. The
-        # rank fails in this sum.
+        # After the optimizer state is cleared, the step sums the norms of weights over ranks before the update. Rank
+        # VICTIM fails in this sum.
         job.state.clear()
     if rank == VICTIM:
         _arrange(case, store)
@@ -259,8 +259,8 @@ def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_
     """Check how soon the other ranks raise an error after one rank has failed.
 
     - If the process of the failed rank died, the others fail at once. If it died in the middle of an exchange, gloo may
-      delay the error on some ranks until the time-out.
-    - If the process of the failed rank survives, the others fail after the time-out of the process group.
+      delay the error on some ranks until the timeout.
+    - If the process of the failed rank survives, the others fail after the timeout of the process group.
     - A rank that exchanges nothing with the failed rank completes the step. The vote before its next step reports the
       missing rank.
     """

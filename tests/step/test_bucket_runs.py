@@ -46,8 +46,8 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
     model: list[tuple[ParamLayout, dict[str, Any]]], case: str, policy: Policy, seed: int
 ) -> None:
     """Step a random model on simulated ranks, with random options and a random bucket size. The lr changes in each of
-    three steps, and one gradient is missing in the second step. The weights must match those of the dense formula
-    bitwise."""
+    three steps, and one gradient is missing in the second step. Weights and momentum must match a step on the full
+    tensors bitwise."""
     options, dtype, portion = CASES[case]
     torch.manual_seed(seed)
     weights = [torch.randn(layout.view.shape).to(dtype) for layout, _ in model]
@@ -72,17 +72,17 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
 
 
 def _loads(view: MatrixView) -> list[Load]:
-    """Return `Load` objects that copy all tiles (strided blocks) of an unsharded tensor into a contiguous buffer, one
-    tile after another."""
+    """Return `Load` objects that copy all tiles (blocks that belong to one matrix) of an unsharded tensor into a
+    contiguous buffer, one tile after another."""
     tiles = [tile for by_rank in ParamLayout.replicated(view, (0,)).tiles for tile in by_rank[0]]
     starts = itertools.accumulate((tile.numel for tile in tiles), initial=0)
     return [Load(0, t, BufferPlace(at, row_major(t.sizes))) for t, at in zip(tiles, starts, strict=False)]
 
 
 def test_a_side_reads_the_strides_of_every_tensor_that_it_is_given() -> None:
-    """A `Side` (an object that returns views of tiles) is given storages with different strides in turn: row-major,
-    transposed, strided with an offset, and row-major again. It must read the same values from each storage. A second
-    `Side` must read tiles that are stored in reverse order in a buffer."""
+    """A `Side` (an object that returns views of the blocks of a tensor) is given storages with different strides in
+    turn: row-major, transposed, strided with an offset, and row-major again. It must read the same values from each
+    storage. A second `Side` must read blocks that are stored in reverse order in a buffer."""
     view = matrix_view((6, 8), split_sizes=(2, 1), split_groups=2)
     loads, whole = _loads(view), torch.arange(48.0).view(6, 8)
     side = Side(loads, [view], [view.shape])

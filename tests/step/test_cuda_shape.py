@@ -313,8 +313,8 @@ def test_a_variant_adds_few_launches(variant: str) -> None:
 
 
 def test_a_column_cut_costs_launches_only_for_what_is_cut() -> None:
-    """If some of the weights are column shards, one foreach call must still update all dense tensors at once. Only
-    non-dense tensors may take launches of their own."""
+    """If some of the weights are column shards, which are not contiguous in memory, one foreach call must still update
+    all contiguous weights at once. Only the column shards may take additional launches."""
     with CudaShape(values=False) as mode:
         cut = torch.empty(16, 64, device=CUDA)[:, :32]
         params = [nn.Parameter(t) for t in (cut, *torch.empty(20, 16, 32, device=CUDA))]

@@ -38,8 +38,8 @@ def _audited(layout: str, **given: Any) -> Comparison:
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
-    # TransformerEngine tests its own Muon with the options in this list. Its other names for learning-rate scales are
-    # aliases of the scales tested in this file.
+    # TransformerEngine tests its own Muon with the options in the next four rows. Its other names for learning-rate
+    # scales are aliases of the scales tested in this file.
     (Comparison.with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
     (Comparison.with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
     (
@@ -49,7 +49,7 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     ),
     (Comparison.with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
     # In this case, the step is also audited. The audit assembles the full matrices independently, and raises an error
-    # if the step differs from the audit's own dense computation.
+    # if the step differs from the audit's own computation on these matrices.
     (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
         (Comparison.with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})
@@ -138,7 +138,7 @@ def _bytes(wire: torch.dtype) -> int:
         steps=1,
         lr=1e-3,
         ns_dtype=wire,
-        # `Comparison.with_dense` sets method="standard", so the assignment of matrices to owners does not depend on the
+        # `Comparison.with_dense` sets method="standard", so the assignment of matrices to ranks does not depend on the
         # estimated cost of different methods.
     )
     return found.traffic.bytes_sent
@@ -156,7 +156,7 @@ def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int
 
 @on_ranks(2)
 def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
-    """Negative control: on rank 1, matmul results are rounded to fp16 in the sharded step but not in the dense
+    """Negative control: on rank 1, matmul results are rounded to fp16 in the sharded step but not in the unsharded
     reference, so every rank must report a difference."""
     init, sharded = Products.__init__, [False]
     step = Muon.step

@@ -158,8 +158,8 @@ def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: st
 
     In one of the cases, the gradient is still in flight in an async collective, and the step runs under a different
     default device. If a gradient consists of partial sums, each rank of the mesh has an equal part, and the number of
-    ranks is a power of two, so the parts add up without rounding. At the end, an AdamW vector must be stepped on
-    exactly those ranks that have a gradient for it.
+    ranks is a power of two, so the parts add up without rounding. At the end, a vector in an AdamW group must be
+    updated on exactly those ranks that have a gradient for it.
     """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))

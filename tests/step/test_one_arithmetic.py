@@ -39,7 +39,7 @@ def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, 
 
 
 # The layouts in KINDS run on 4 ranks with both matmul dtypes. The layouts in FEW run on 2 or 3 ranks with one dtype
-# only, because the assignment of matrices to owners does not depend on how matmuls are rounded.
+# only, because the matmul dtype does not change which rank orthogonalizes a matrix.
 KINDS = (
     "fsdp2",
     "ddp",

@@ -1,5 +1,6 @@
 """Tests that the fast path of validation (of gradients and optimizer state before a step) gives the same result as the
-full checks, and that processing tiles and momentum in batches does not change any bits."""
+full checks, and that batched operations on blocks of tensors and on momentum give the same bits as separate
+operations."""
 
 from __future__ import annotations
 
@@ -157,8 +158,8 @@ def test_a_glance_finds_what_a_closer_look_finds(
 
 
 def test_a_glance_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A foreach operation on tensors of two accelerators would put all results on the first one, so validation must
-    detect that the devices differ. The device "meta" stands in for a second accelerator."""
+    """A foreach operation on tensors of two accelerators would put all results on the first accelerator, so validation
+    must detect that the devices differ. The device "meta" stands in for a second accelerator."""
     params = [nn.Parameter(torch.ones(6, 8, device=device)) for device in ("cpu", "meta")]
     optimizer = Muon(params, lr=0.1)
     optimizer.prepare()

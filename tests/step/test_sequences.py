@@ -1,5 +1,5 @@
-"""Tests of random sequences of events around an optimizer, compared bit for bit with a reference that creates a new
-dense optimizer for every step.
+"""Tests of random sequences of events around an optimizer, compared bit for bit with an unsharded
+reference that creates a new optimizer for every step.
 
 The events are skipped batches, errors, saving and loading, added and removed groups, copies and replaced tensors. An
 event happens on all ranks, or on a random subset if the other ranks need not take part.
@@ -114,8 +114,8 @@ class Kept:
 
 
 class Sequence:
-    """A job and its dense reference, which go through the same random events. The random generators of all ranks have
-    the same seed, so all ranks choose the same events."""
+    """A job and its unsharded reference, which go through the same random events. The random generators of all ranks
+    have the same seed, so all ranks choose the same events."""
 
     def __init__(self, seed: int, folder: Path, layout: str) -> None:
         self.chance, self.folder, self.layout = random.Random(seed), folder, layout

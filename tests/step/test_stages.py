@@ -1,5 +1,5 @@
-"""Tests of the pre- and post-processing stages of variants: weights and state match the dense formula bitwise, in a
-single process and on simulated ranks."""
+"""Tests of the pre- and post-processing stages of variants (such as NorMuon): in a single process and on simulated
+ranks, weights and state match a direct computation on full tensors bitwise."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str)
 def test_variants_side_by_side_have_their_own_rules(
     layout: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups with different variants, and one group with plain Muon, share a plan, and each must match the dense
-    formula of its own variant. `_PART` is reduced so that norms of weights are summed in many small parts."""
+    """Groups with different variants, and one group with plain Muon, share a plan. Each group must match a direct
+    computation of its own variant. A small `_PART`, the number of elements summed at a time, makes the norms of weights
+    sums of many parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
     compare(layout, [None, *JOINED.values()], policy)
 
@@ -144,7 +145,7 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
     for rank in (2, 4, 5):
-        # Only rank 1 may warn about matrices of zeros. On the other ranks, a warning from `report` would fail the test,
+        # Only rank 1 may warn about all-zero matrices. On the other ranks, a warning from `report` would fail the test,
         # because pytest turns warnings into errors.
         ranks.watches[rank].report()
     first = [{rank: kept.clone() for rank, kept in of_param[0].items()} for of_param in ranks.kept]
@@ -168,8 +169,8 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
 
 
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
-    """Weight norms must be summed over small sets of ranks first. Parameters on different device types are summed
-    separately. Parameters are left out if no pre- or post-processing stage of their variant acts on weights."""
+    """Norms of weights must be summed over the smallest set of ranks first, and separately for each device type.
+    Parameters are left out if no pre- or post-processing stage of their variant acts on weights."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
     plan = planned(layouts, [group] * 6)

@@ -1,5 +1,5 @@
-"""Tests of dtypes and devices of stored momentum and weights: a single process and simulated ranks match the dense
-formula bitwise."""
+"""Tests of dtypes and devices of stored momentum and weights: a single process and simulated ranks match a direct
+computation on full tensors bitwise."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ CODED: dict[str, Case] = {
 
 
 def compare(case: str, layout: str, **places: Any) -> None:
-    """Compare a test case with the dense formula. With int8 momentum, the matrices are wide enough that no shard splits
-    a quantization block."""
+    """Compare a test case with a direct computation on full tensors. With int8 momentum, the matrices are wide enough
+    that no shard splits a quantization block."""
     cut_blocks = ("kernel",) if layout == "last dim" else ()
     wide = {name: make for name, make in WIDE.items() if name not in cut_blocks}
     views, options = (wide, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
@@ -166,8 +166,8 @@ CUTS = {
 
 @pytest.mark.parametrize("layout", CUTS)
 def test_random_bits_belong_to_elements(layout: str) -> None:
-    """The random bits for stochastic rounding of a tile, and of slices of the tile along one dim, must equal those of
-    the same elements in the full matrix."""
+    """For each stored block of a matrix, and for slices of the block along one dim, the random bits for stochastic
+    rounding must equal those of the same elements in the full matrix."""
     for view in ODD:
         if math.prod(view.shape) < 38 and layout == "flat":
             continue

@@ -11,15 +11,16 @@ import pytest
 
 from shardmuon.price.clock import turns
 
-# A bucket is described by a pair: the tuple of its ranks, and whether one replica relays (passes on) the bucket's
-# results to other replicas.
+# A bucket is described by a pair: the tuple of its ranks, and whether one replica passes the bucket's results on to
+# other replicas.
 Bucket = tuple[tuple[int, ...], bool]
 Exchange = tuple[str, int]  # a pair: the type of an exchange (such as "gather") and the index of its bucket
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
 
 
 def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
-    """Return the exchanges that a rank posts and waits for in one phase of a bucket, in the order of `Bound.run`."""
+    """Return the exchanges that a rank posts and waits for in one phase of a bucket, in the same order as in
+    `Bound.run`."""
     return {
         "begin": [("post", "gather")],
         "compute": [("wait", "gather"), ("post", "scatter")],

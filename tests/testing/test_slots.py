@@ -1,5 +1,5 @@
-"""Tests that matmuls and orthogonalization give a matrix the same bits in every slot (position) of a batch, regardless
-of the other matrices and of their number."""
+"""Tests that matmuls and orthogonalization give a matrix the same bits at every position in a batch, regardless of the
+other matrices and of their number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.mark.parametrize(
     ("dtypes", "least"),
     [
-        # Only bf16 matmuls depend on the CPU's instruction set, so only the bf16 case has the pytest mark `numeric`.
+        # Only bf16 matmuls depend on whether the CPU multiplies bf16 matrices in hardware, so only the bf16 case has
+        # the pytest mark `numeric`.
         pytest.param((torch.bfloat16,), 1_500, marks=pytest.mark.numeric),
         ((torch.float32, torch.float16, torch.float64), 5_000),
     ],
@@ -81,8 +82,8 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """Each matrix must have the same bits at every position in a batch, both with two threads and with a restricted set
-    of CPU instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to
+    """Each matrix must have the same bits at every position in a batch, with two threads as well as with a restricted
+    set of CPU instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to
     instructions without AVX."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
     assert num > 1_000 and unequal == 0
@@ -149,7 +150,7 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
 ) -> None:
     """In every batched matmul, each matrix must start at a multiple of 64 bytes, and a partial batch must be padded to
     the full batch size. The parameters cover cubic steps and both kinds of restart in the Gram form: those that
-    recompute the Gram matrix from X, and local ones that do not."""
+    recompute the Gram matrix from the iterate, and local ones that do not."""
     if method == "gram" and dtype == torch.bfloat16:
         pytest.skip("refused: see test_gram.py")
     for rows, cols in ((5, 257), (257, 5), (9, 12), (1, 5), (3, 100)):
@@ -163,8 +164,8 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(5, 257), (257, 5), (17, 33), (1, 1025), (3, 1000), (40, 24), (384, 200)], ids=str)
 def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, int], method: str) -> None:
-    """The bits of a matrix must not depend on the batch size, the number of batches, or its alignment and strides in
-    memory."""
+    """The bits of a matrix must depend neither on the matrix's alignment and strides in memory, nor on the batch size
+    or the number of batches."""
     size = batch_size(*shape, CPU)
     x = torch.randn(size + 3, *shape)
     dtype = torch.float32 if method == "gram" else None
