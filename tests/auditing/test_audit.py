@@ -258,6 +258,11 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
     assert found == [set(), {"clipped_update"}]
 
 
+def _moved(held: Held, experts: int) -> Held:
+    """Move the location of a piece in its rank's storage by a number of experts."""
+    return held._replace(local=(held.local[0] + experts, *held.local[1:]))
+
+
 def stacked() -> AuditReport:
     """Audit the second step on a stack of experts whose rows are sharded over two ranks. On both ranks, patch the
     function that assigns the parts of a rank's shard to experts, so that it swaps the first two experts in the second
@@ -265,9 +270,10 @@ def stacked() -> AuditReport:
     original = pieces._tiles_of
 
     def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
-        numbers = (1, 0, 2) if held.piece.offset[1] else (0, 1, 2)  # type: ignore[union-attr]
-        found = [tile._replace(matrix=numbers[tile.matrix]) for tile in original(held, view)]
-        return tuple(sorted(found, key=lambda tile: tile.matrix))
+        if not held.piece.offset[1]:  # type: ignore[union-attr]
+            return original(held, view)
+        first, second, third = original(held, view)
+        return first._replace(held=_moved(held, 1)), second._replace(held=_moved(held, -1)), third
 
     mesh = mesh_of((2,))["a0"]
     full = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0))

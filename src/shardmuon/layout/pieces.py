@@ -250,10 +250,11 @@ def _check_partition(shape: Ints, pieces: Iterable[Piece]) -> None:
     for start, sizes in spans:
         cells = zip(edges, start, sizes, strict=True)
         count[tuple(slice(np.searchsorted(e, a), np.searchsorted(e, a + n)) for e, a, n in cells)] += 1
-    wrong = np.argwhere(count != 1)
-    if len(wrong):
-        at = ", ".join(f"[{e[i]}, {e[i + 1]})" for e, i in zip(edges, wrong[0], strict=True))
-        raise ValueError(f"pieces {'overlap' if count[tuple(wrong[0])] else 'leave a gap'} at ({at}) of {words}")
+    for fault, wrong in (("leave a gap", count == 0), ("overlap", count > 1)):
+        if wrong.any():
+            cell = np.argwhere(wrong)[0]
+            at = ", ".join(f"[{e[i]}, {e[i + 1]})" for e, i in zip(edges, cell, strict=True))
+            raise ValueError(f"pieces {fault} at ({at}) of {words}")
 
 
 # -------------------------------------------------------------------------------------------------- who stores what

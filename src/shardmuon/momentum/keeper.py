@@ -189,9 +189,11 @@ class Keeper:
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
         """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. Conversion from or to
-        8-bit codes is left to the next step, because it requires the parameter's layout. Scales keep their dtype."""
+        8-bit codes is left to the next step, because it requires the parameter's layout."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
-        if key == SCALE or not (value.is_floating_point() and dtype.is_floating_point):
+        if key == SCALE:
+            dtype = torch.float32
+        elif not (value.is_floating_point() and dtype.is_floating_point):
             dtype = value.dtype
         return value.to(device=place, dtype=dtype)
 
