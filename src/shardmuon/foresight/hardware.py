@@ -1,23 +1,24 @@
-"""Performance data of machines: peak FLOP/s, memory, links, latencies, and the fraction of the peak that matrix
-products of practical shapes reach.
+"""Performance data of machines: peak FLOP/s, memory, links, latencies, and the fraction of the peak FLOP/s that matrix
+products of realistic sizes reach.
 
-`Rates` estimates the seconds that matrix products, exchanges and passes over memory take. Each estimate consists of
-three values: one computed from the best values of all uncertain numbers, one from the middle values, and one from the
-worst values. A machine's file (`data/hardware/`) gives the source of each number and states whether the number was
-checked. `Rates` records the unchecked numbers that an estimate used, and the tables from which it extrapolated.
+`Rates` estimates how many seconds matrix products, all-to-all exchanges and passes over memory take. Each estimate has
+a best, a middle and a worst value, computed from the best, middle and worst values of the numbers in the machine's
+file. The file (in `data/hardware/`) gives the source of each number and states whether the number was checked. `Rates`
+records which unchecked numbers an estimate used, and which tables it extrapolated.
 
 [Note: how an exchange is timed]
-    NCCL implements an all-to-all as sends and receives, and has no cost model for an all-to-all. For an exchange inside
-    a node, `Rates` uses the measured times in the machine's file, if there are any. Otherwise the time is the sum of a
-    latency, a latency per peer, and the transfer time on the slower of two paths: the links inside a node, and the
-    rank's share of the network bandwidth (an all-to-all cannot use the NICs of other ranks, see nccl-tests#267).
+    NCCL implements an all-to-all as sends and receives, and its cost model does not cover an all-to-all. Within a node,
+    `Rates` uses the times in the machine's file that were measured for an all-to-all, if there are any. Otherwise, the
+    estimate is the sum of a latency, a latency per peer, and the transfer time. The links within a node and the network
+    transfer data at the same time, so the slower of the two determines the transfer time. Each rank has only its own
+    share of the network bandwidth, because an all-to-all cannot use the NICs of other ranks (see nccl-tests#267).
 
 [Note: batches]
-    Matrices of one shape are processed in batches. The batch size depends on the shape and the device. The last batch
-    is padded with zeros, which take time but do not count as work in the plan. With a good library, a batch of small
-    products can use a device as efficiently as one large product does. So the efficiency of a batch is between two
-    values: the efficiency of one of its matrices alone, and the efficiency of a single matrix that takes as many
-    operations as the whole batch. The estimated interval covers both values.
+    Matrices of the same shape are processed in batches. The batch size depends on the shape and the device. The last
+    batch is padded with zeros. The padding takes time, but the plan does not count it as work. With a good library, a
+    batch of small products can run as efficiently as one large product. The estimate covers both extremes: a batch is
+    only as efficient as one of its matrices alone, or it is as efficient as a single matrix that takes as many
+    operations as the whole batch.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from numpy.typing import NDArray
 
 from shardmuon.orthogonalize import batch_size
 
-# Bytes that each pass over memory reads and writes per fp32 element. A pass is a sequence of foreach kernels, which run
-# on lists of tensors. `Rates.passed` adds the bytes of operations on send and receive buffers that depend on the dtype
-# of the exchange. G is the gradient, B the momentum buffer, U the update, W the weight.
+# Bytes that each pass over memory reads and writes per fp32 element. Each pass is a sequence of foreach kernels.
+# `Rates.passed` adds the bytes that are read from receive buffers and written to send buffers, because they depend on
+# the dtype of the exchange. G is the gradient, B the momentum buffer, U the update, W the weight.
 #   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the send buffer).
-#   momentum: only the first lerp of "pack", for elements that another replica sends to be orthogonalized.
+#   momentum: only the first lerp of "pack". This pass updates the momentum of elements that another replica sends.
 #   apply: scale (read W, write W), add (read U, read W, write W). With a 2-byte exchange dtype, `Rates.passed` adds a
 #     conversion to fp32 (read the receive buffer, write U).
-#   adamw: the fused kernel reads the parameter, the gradient and both moments, and writes all but the gradient.
+#   adamw: The fused kernel reads the parameter, the gradient and both moments, and writes all except the gradient.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
-# Number of kernel launches in five Newton-Schulz steps, by orthogonalization method: the operations that a
-# TorchDispatchMode sees, excluding views. These launches happen once per batch, or once per matrix if the method does
-# not batch matrices. The launch time is a lower bound on the time that small matrices take.
+# Number of kernel launches in five Newton-Schulz steps, by orthogonalization method. Launches were counted as the
+# operations, other than views, that a TorchDispatchMode sees. Each batch needs this number of launches, or each matrix
+# if the method does not batch matrices. For small matrices, launching the kernels can take longer than running them.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 # Dict with the meaning and unit of each number in a hardware file. A key is either the name of a number or the common
@@ -97,15 +98,15 @@ _Ends = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Known:
-    """A number that describes a machine, or a table of numbers indexed by size, with the source of the data.
+    """A number that describes a machine, or a table of such numbers indexed by size.
 
     Attributes:
-        source: Origin of the number: an address, a datasheet or a command.
-        verified: True if the number was taken directly from the source; False if the number is derived or second-hand.
-        rows: Dict from the aspect ratio of a matrix (long side / short side) to rows sorted by size. The only key is 1
-            if the table does not depend on the aspect ratio. Values between two rows are interpolated linearly in the
-            logarithms of size and value. A single number is stored as one row of size 1.
-        slope: Behavior beyond the last size: 0 if the value stays constant (such as a rate), 1 if the value grows in
+        source: Where the data comes from: a URL, a datasheet or a command.
+        verified: True if the data was taken directly from the source; False if it is derived or second-hand.
+        rows: Dict from the aspect ratio of a matrix (long side / short side) to the rows of a table, sorted by size. If
+            the table does not depend on the aspect ratio, the only key is 1. A single number is stored as one row of
+            size 1.
+        slope: How values continue beyond the last size: 0 if they stay constant (such as rates), 1 if they grow in
             proportion to the size (such as the time of an exchange).
     """
 
@@ -115,10 +116,10 @@ class _Known:
     slope: float = 0.0
 
     def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[_Ends, bool]:
-        """Look up the value for a size above 0 and, for matrices, an aspect ratio.
+        """Look up the value for a size (above 0) and, for matrices, an aspect ratio.
 
-        The value is interpolated by size at each of the two neighboring aspect ratios, then between the two results.
-        Return the value as (least, middle, largest), and True if the value is extrapolated.
+        Values between two sizes or two aspect ratios are interpolated. Return the value as (least, middle, largest),
+        and whether it was extrapolated.
         """
         aspects = sorted(self.rows)
         along, outside = zip(*(self._along(self.rows[one], size) for one in aspects), strict=True)
@@ -135,9 +136,9 @@ class _Known:
 
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Interpolate between `values` that were measured at the positions `places` (in ascending order), linearly in the
-    logarithms of position and value. At a measured position, the result is exactly the measured value. Before the first
-    and beyond the last position, the result is the first or the last value, respectively."""
+    """Interpolate linearly in the logarithms of position and value. `values` were measured at the positions `places`,
+    which are in ascending order. A measured position returns exactly the measured value. A position outside the
+    measured range returns the value at the nearest end of the range."""
     above = bisect_left(places, at)
     if above == len(places) or above == 0 or places[above] == at:
         return values[min(above, len(places) - 1)]
@@ -152,10 +153,10 @@ class Hardware:
     Attributes:
         name: Name that selects the machine in commands, such as "h100".
         title: Description shown in reports.
-        device: Type of torch device, such as "cuda" or "cpu". The device determines the defaults for planning a job.
+        device: Type of torch device, such as "cuda" or "cpu". It determines the defaults for planning a job.
         numbers: Dict from a name, such as "link", "peak bfloat16" or "all-to-all 4", to a number or table. `_NUMBERS`
-            and `_OPTIONAL` describe all names.
-        notes: Remarks that reports print next to their time estimates.
+            and `_OPTIONAL` explain the names.
+        notes: Remarks that reports print next to time estimates.
     """
 
     name: str
@@ -217,15 +218,15 @@ class Hardware:
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
-        """Select the efficiency table that best matches an orthogonalization method and the dtype of its matrix
-        products.
+        """Return the name of the efficiency table to use for an orthogonalization method and dtype.
+
+        Candidates, from best to worst: the table of this method and dtype, the table of this dtype, the table
+        "efficiency of any", and the table of a different method with this dtype. If none of them exists, return
+        "efficiency of any".
 
         Args:
-            how: A `Choice` as a string, which contains the orthogonalization method.
-            dtype: Name of the dtype, such as "bfloat16".
-
-        Returns:
-            The table's name; "efficiency of any" if no table matches.
+            how: Method and dtype, formatted as in "standard bfloat16".
+            dtype: Name of the dtype alone, such as "bfloat16".
         """
         exact = (how, dtype, "any")
         others = (key for key in sorted(self.numbers) if key.startswith("efficiency") and dtype in key.split())
@@ -238,13 +239,13 @@ class Hardware:
 
 @dataclass
 class Rates:
-    """Estimate how many seconds work takes on a machine, and record which unreliable numbers the estimates used.
+    """Estimates how many seconds work takes on a machine, and records the unreliable numbers that the estimates used.
 
     Attributes:
         hardware: Machine on which every rank runs.
         unverified: Dict from name to source, for each unchecked number that an estimate used.
-        extrapolated: Lookups beyond the ends of a table, in the order of the lookups. This dict is used as an ordered
-            set: its keys are strings "table: size", and its values are None.
+        extrapolated: Lookups beyond the ends of a table, in the order in which they were made. The dict serves as an
+            ordered set: its keys are strings "table: size", and its values are None.
     """
 
     hardware: Hardware
@@ -267,9 +268,9 @@ class Rates:
 
         Args:
             rows, cols: Shape of each matrix.
-            how: A `Choice` as a string: the orthogonalization method and the dtype of its matrix products.
+            how: Orthogonalization method and dtype, formatted as in "standard bfloat16".
             count: Number of matrices.
-            flops: Number of floating point operations that orthogonalizing one matrix takes.
+            flops: FLOPs needed to orthogonalize one matrix.
         """
         if not flops or not count:
             return np.zeros(3)
@@ -326,8 +327,8 @@ class Rates:
         Args:
             what: Name of the pass, a key of `_BYTES_MOVED`, such as "apply".
             elements: Number of elements that the pass processes.
-            fragment: Mean number of elements in a fragment, that is, in the part of a matrix that a rank holds.
-            wire_bytes: Number of bytes per element in the buffers that the exchange sends or receives.
+            fragment: Mean number of elements that a rank holds of each matrix.
+            wire_bytes: Number of bytes per element in the exchange's send and receive buffers.
         """
         if not elements:
             return np.zeros(3)
@@ -346,9 +347,9 @@ class Rates:
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Record that an estimate used a number from the hardware file: in `unverified` if nobody has checked the
-        number, and in `extrapolated` if the size was beyond the ends of the number's table. In the latter case,
-        `beyond` describes the size; otherwise it is empty."""
+        """Record that an estimate used a number from the hardware file. If nobody has checked the number, add it to
+        `unverified`. If `beyond` is not empty, it describes a size beyond the ends of the number's table, and is added
+        to `extrapolated`."""
         if not known.verified:
             self.unverified.setdefault(name, known.source)
         if beyond:
@@ -402,8 +403,8 @@ def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
     """Parse the rows of a table, each as (size, lo, mid, hi) or (size, lo, hi), and sort them by size.
 
     Raises:
-        ValueError: There are no rows, a size occurs twice, the values of a row are not in ascending order, or a table
-            of several rows has a number that is not positive.
+        ValueError: There are no rows, a size occurs twice, the values in a row are not in ascending order, or a table
+            with several rows contains a number that is not positive.
     """
     found = tuple(map(_row, sorted(rows, key=lambda row: row[0])))
     if len({at for at, *_ in found}) < max(1, len(found)) or (len(found) > 1 and min(map(min, found)) <= 0.0):

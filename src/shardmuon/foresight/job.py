@@ -2,8 +2,8 @@
 
 [Note: units]
     A unit is a set of parameters that are planned together: the parameters of one pipeline stage or, under ZeRO, those
-    of one optimizer group in a stage. Layouts come from the same functions in layout/ that read the layouts of real
-    tensors, so the plan's digests equal those in the real job.
+    of one optimizer group in a stage. The functions in layout/ that compute the layouts of a real job's tensors also
+    compute these layouts, so the plan has the same digests as in the real job.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ _Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Mesh:
-    """Arrangement of a job's ranks. Ranks are numbered in the order (pp, dp, shard, tp), with the last axis fastest.
+    """Numbers of ranks along the axes of a job's mesh. Ranks are numbered in the order (pp, dp, shard, tp), with the
+    last axis varying fastest.
 
     Attributes:
-        dp: Number of replicas (DDP's ranks, or HSDP's outer axis). With the engine "zero", this is the number of ranks
-            over which flat buffers are sharded.
+        dp: Number of replicas (DDP's ranks, or HSDP's outer axis). With the engine "zero", the number of ranks over
+            which flat buffers are sharded.
         shard: Number of ranks over which parameters are sharded (FSDP).
         tp: Number of tensor-parallel ranks.
         ep: Number of expert-parallel ranks. They are taken from the shard x tp ranks, so `ep` does not increase
@@ -64,7 +65,7 @@ class _Mesh:
         pp: Number of pipeline stages.
         gpus_per_node: Number of ranks on one node.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP), or "zero" (DeepSpeed's ZeRO 1 and
-            2, which store fp32 weights and momentum themselves).
+            2).
     """
 
     dp: int = 1
@@ -90,7 +91,7 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> _Me
     """Parse a mesh from text such as "dp=8 shard=64 tp=8".
 
     Args:
-        text: ``axis=size`` pairs separated by spaces or commas; omitted axes have size 1.
+        text: ``axis=size`` pairs separated by spaces or commas. Axes that are left out have size 1.
         engine: "torch" or "zero" (see `_Mesh`).
         gpus_per_node: Number of ranks on a node.
 
@@ -165,13 +166,12 @@ class _Param:
         shape: Global shape.
         group: Index of the parameter's optimizer group.
         use_muon: True if Muon updates the parameter, False if AdamW updates it.
-        view: View of the parameter as matrices that Muon orthogonalizes; it has no matrices if AdamW updates the
-            parameter.
+        view: Describes how Muon reads the parameter as matrices. It has no matrices if AdamW updates the parameter.
         cut: Dim along which tensor parallelism shards the parameter, as a negative index; None if the parameter is
             replicated.
         expert: True if the first dim indexes experts.
-        layer: Index of the layer that contains the parameter; -1 for parameters before all layers, `_AFTER` for
-            parameters after all layers.
+        layer: Index of the layer that contains the parameter; -1 if the parameter comes before all layers, `_AFTER` if
+            it comes after all layers.
     """
 
     name: str
@@ -217,7 +217,7 @@ def _parameters_of(
 
 
 def _cut(name: str, num_dims: int, transposed: bool) -> int | None:
-    """Infer from a module's name the dim along which tensor parallelism shards the module's parameter.
+    """Infer from a parameter's name the dim along which tensor parallelism shards the parameter.
 
     Args:
         name: Name of the parameter.
@@ -236,11 +236,10 @@ def _cut(name: str, num_dims: int, transposed: bool) -> int | None:
 
 
 def _layers(module: nn.Module) -> dict[int, int]:
-    """Return a dict from the id of each parameter to the index of its layer: -1 before the layers, `_AFTER` after the
-    layers.
+    """Map the id of each parameter to the index of its layer: -1 before all layers, `_AFTER` after all layers.
 
-    A model can have several lists of numbered modules, such as the layers of an encoder and those of a decoder. The
-    list that contains the highest index is taken as the model's layers. Its prefix is, for example, "model.layers".
+    A model can contain several numbered lists of modules, such as encoder layers and decoder layers. The list with the
+    highest index is taken as the model's layers.
     """
     named = list(module.named_parameters())
     numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
@@ -263,9 +262,9 @@ class _Unit(NamedTuple):
     Attributes:
         ranks: Ranks that store the parameters.
         placed: The parameters, with their layouts.
-        stepped: Number of elements that each rank updates with ZeRO, including padding. With ZeRO, every rank stores
-            the weights of the whole flat buffer but updates only one part of the buffer. Without ZeRO, the number is 0,
-            because each rank updates exactly the shards that it stores.
+        stepped: With ZeRO, the number of elements that each rank updates, including padding: every rank stores the
+            weights of the whole flat buffer but updates only its own part. Without ZeRO, the number is 0, because each
+            rank updates exactly the shards that it stores.
         stage: Index of the pipeline stage. Pipeline stages with equal parameters share the index of the first such
             stage.
     """
@@ -276,9 +275,12 @@ class _Unit(NamedTuple):
     stage: int = 0
 
     def elements(self) -> NDArray[np.int64]:
-        """Count the elements of the unit (set of parameters that are planned together) on each rank. Return an array of
-        shape (4, ranks), whose rows count the elements that Muon updates, the elements that AdamW updates, the stored
-        weights, and the scales of 8-bit momentum."""
+        """Count the unit's elements on each rank.
+
+        Returns:
+            An array of shape (4, ranks). Its rows are the numbers of elements that Muon updates, of elements that AdamW
+            updates, of stored weights, and of scales for 8-bit momentum.
+        """
         muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
         held = {layout: _held(layout) for layout in {layout for _, layout, _ in self.placed}}
         for param, layout, _ in self.placed:
@@ -307,7 +309,7 @@ def _held(layout: ParamLayout) -> NDArray[np.int64]:
 
 
 def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
-    """Split the parameters of a job into units, which are planned separately (see [Note: units]).
+    """Divide the parameters of a job into units, which are planned separately (see [Note: units]).
 
     Args:
         params: Trainable parameters, in the order of the optimizer's groups.
@@ -326,10 +328,10 @@ def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
 
 
 def _stages_of(params: Sequence[_Param], mesh: _Mesh) -> list[list[_Param]]:
-    """Divide parameters among pipeline stages.
+    """Assign each parameter to a pipeline stage.
 
-    Layers are divided evenly; if there is a remainder, each of the first stages gets one additional layer. The first
-    stage also gets the parameters that come before the layers, and the last stage those that come after the layers.
+    Layers are divided evenly. If there is a remainder, the first stages get one additional layer each. Parameters
+    before the layers belong to the first stage, and parameters after the layers to the last stage.
     """
     if mesh.pp == 1:
         return [list(params)]
@@ -368,12 +370,12 @@ def _on_meshes(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Uni
 
 
 def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
-    """Return the placements that a parameter has after `parallelize_module` and then `fully_shard`. Experts are placed
-    as in torchtitan, and DDP's plain tensors are treated as replicated DTensors.
+    """Return a parameter's placements after `parallelize_module` and then `fully_shard`. Experts are placed as in
+    torchtitan. DDP's plain tensors are treated as replicated DTensors.
 
-    With ep > 1, experts are placed on a mesh of shape (dp, shard x tp / ep, ep). Expert parallelism assigns whole
-    experts to each rank of the last axis. FSDP then shards these experts along dim 1 if the last two mesh axes have
-    more ranks than there are experts, and otherwise along dim 0, which indexes experts.
+    With ep > 1, experts are placed on a mesh of shape (dp, shard x tp / ep, ep). Expert parallelism divides the experts
+    along the last mesh axis. FSDP then shards them along the middle axis: on dim 1 if there are fewer experts than
+    shard x tp ranks, and otherwise on dim 0, which indexes experts.
     """
     axes: list[tuple[int, Shard | None]] = [(mesh.dp, None)]
     if param.expert and mesh.ep > 1:
@@ -395,8 +397,8 @@ def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_
     """Make one unit (set of parameters that are planned together) per optimizer group, because ZeRO puts the parameters
     of a group into one flat buffer.
 
-    The buffer is padded at the end to a multiple of 2 x ranks elements and split into one equal part per rank
-    (`nccl_start_alignment_factor` in DeepSpeed's stage_1_and_2.py, 0.19).
+    The buffer is padded at the end to a multiple of 2 x ranks elements and divided into equal parts, one per rank (see
+    `nccl_start_alignment_factor` in stage_1_and_2.py of DeepSpeed 0.19).
     """
     num, found = len(ranks), list[_Unit]()
 
@@ -416,8 +418,13 @@ def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_
 
 
 def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
-    """Divide a parameter among the ranks that share a flat buffer. The parameter occupies the elements [at, at + size)
-    of the buffer, and each of `num_ranks` ranks stores `part` consecutive elements of the buffer.
+    """Find the elements of a parameter that each rank stores if a flat buffer is divided among the ranks.
+
+    Args:
+        at: Index, in the flat buffer, of the parameter's first element.
+        size: Number of elements in the parameter.
+        part: Number of consecutive elements of the flat buffer that each rank stores.
+        num_ranks: Number of ranks.
 
     Returns:
         For each rank, the range [start, stop) of the flattened parameter that the rank stores; (0, 0) if it stores no
@@ -431,8 +438,8 @@ def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
 
 
 class _Stored(NamedTuple):
-    """Bytes that one rank stores between steps. The padding of flat buffers is counted; the memory allocator's rounding
-    is not.
+    """Bytes that one rank stores between steps. They include the padding of flat buffers but not the memory allocator's
+    rounding.
 
     Attributes:
         weights: Bytes of the parameters.
@@ -462,9 +469,10 @@ class _RankClass:
         ranks: The ranks, ascending.
         stage: Index of the ranks' pipeline stage.
         stored: Bytes stored between steps.
-        buckets: Work in each bucket, in the order in which the buckets run.
-        muon_elements: Number of elements that Muon updates on a rank. Replicated elements are counted on every rank.
-        adamw_elements: Number of elements that AdamW updates on a rank.
+        buckets: Work in each bucket (group of matrices), in the order in which the buckets are processed.
+        muon_elements: Number of elements that Muon updates on each rank. A replicated element counts on each of its
+            ranks.
+        adamw_elements: Number of elements that AdamW updates on each rank.
         votes: Number of votes before a step. In a vote, ranks that exchange data with each other agree to take the
             step.
     """
@@ -497,8 +505,8 @@ class _RankClass:
 
     @property
     def peak(self) -> int:
-        """Upper bound on the bytes that a step needs on each rank in the class (a set of ranks that do equal work), in
-        addition to the bytes `stored` between steps.
+        """Upper bound on the bytes that a step needs on each of these ranks, in addition to the bytes `stored` between
+        steps.
 
         The bound covers the batches and exchange buffers of two buckets (groups of matrices), a workspace of four times
         the batches of one bucket, and 8 bytes for each element whose momentum is updated at the same time (see
@@ -528,19 +536,17 @@ class Exact:
 
     Attributes:
         model: Name of the model, for reports.
-        source: Origin of the model's shapes: an address, a file or a function.
-        muon_params, adamw_params: Numbers of parameter elements that Muon and AdamW update, respectively. Tied
-            parameters count once.
+        source: Where the model's shapes come from: a URL, a file or a function.
+        muon_params: Number of parameter elements that Muon updates. Tied parameters count once.
+        adamw_params: Number of parameter elements that AdamW updates. Tied parameters count once.
         mesh: Arrangement of the job's ranks.
         classes: Classes of ranks that store the same number of bytes and do the same amount of work, sorted by the
             lowest rank in each class.
-        digests: Dict with one item for each group of ranks that exchange data: its key is "index of the plan: ranks",
-            and its value is the hex digest of the group's part of the plan. The digests equal `Plan.digests` in the
-            real job.
-        options: Other inputs of the plan as strings, by name: device, dtype of weights, and the optimizer's options
-            that do not have their default values.
-        tokens_flops: Floating point operations per token in the forward and backward pass, 6 x active parameters; 0 if
-            unknown.
+        digests: Hex digests of the plans, one for each group of ranks that exchange data. Keys have the form "index of
+            the plan: ranks". The digests equal `Plan.digests` in the real job.
+        options: Other inputs of the plan as strings, by name: device, dtype of the weights, and those options of the
+            optimizer that differ from their defaults.
+        tokens_flops: FLOPs per token in the forward and backward pass (6 x active parameters); 0 if unknown.
     """
 
     model: str
@@ -569,8 +575,8 @@ class Exact:
     ) -> Exact:
         """Plan a job without starting its ranks, and count what each rank stores, sends and computes.
 
-        Parameters are routed, laid out and planned by the same code as in a real job, so `Exact.digests` equal the
-        digests of a real job with the same options.
+        The code that assigns, lays out and plans the parameters is the same as in a real job. So `Exact.digests` equal
+        the digests of a real job with the same options.
 
         Args:
             model: Name of a preset, path to a config.json, MODULE:FUNCTION, or a module (see `models.load_model`).
@@ -581,9 +587,9 @@ class Exact:
             weights: dtype of the model's parameters. Except under ZeRO, their gradients have the same dtype.
             machine: Machine whose speed determines how matrices are divided into buckets. Default: an H100, or a CPU if
                 `device` is "cpu".
-            active_params: Number of parameter elements used per token. Default: the preset's number. For a model that
-                is not a preset, the default is the number of all elements except embeddings, or 0 (unknown) if the
-                model has experts.
+            active_params: Number of parameter elements used per token. The default for a preset is the preset's number.
+                For other models, it is the number of all elements except embeddings, or 0 (unknown) if the model has
+                experts.
             **options: Options of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
 
         Raises:
@@ -628,8 +634,8 @@ class Exact:
 
     @classmethod
     def of_plan(cls, plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
-        """Count the work in an existing plan. Counts of AdamW's elements and of the bytes stored between steps are 0,
-        because a plan does not contain this information.
+        """Count the work in an existing plan. The counts of elements that AdamW updates and of bytes stored between
+        steps are 0, because a plan does not contain this information.
 
         Args:
             plan: Plan of an existing optimizer, or a plan constructed by hand.

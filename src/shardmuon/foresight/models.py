@@ -2,9 +2,9 @@
 the user's module.
 
 [Note: active parameters]
-    Training takes 6 FLOPs (forward and backward) per token and active parameter. All parameters are active except
-    embedding tables, which need no matrix product, and the experts to which a token is not routed. For models with
-    experts, the number of active parameters comes from the preset or from the user.
+    Training (forward and backward pass) takes 6 FLOPs per token and active parameter element. Two kinds of parameters
+    are not active for a token: embedding tables, because they need no matrix product, and experts to which the token is
+    not routed. For models with experts, the number of active parameter elements comes from the preset or from the user.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def load_model(model: str | nn.Module, meta: bool = True) -> tuple[str, str, nn.
     Args:
         model: Name of a preset, path to a Hugging Face config.json or its folder, MODULE:FUNCTION, or a module
             (preferably on the meta device).
-        meta: True to run FUNCTION under the meta device. Presets and configurations are always built on the meta
+        meta: True to call FUNCTION under the meta device. Presets and configurations are always built on the meta
             device.
 
     Returns:
-        The model's name; the origin of its shapes (an address, a file or a function); the module; and the number of
-        parameter elements used per token (see [Note: active parameters]). This number is 0 (unknown) if the model has
-        experts and is not a preset.
+        A tuple of four items: the model's name; where its shapes come from (a URL, a file or a function); the module;
+        and the number of parameter elements used per token (see [Note: active parameters]). This number is 0 (unknown)
+        if the model has experts and is not a preset.
 
     Raises:
-        ValueError: `model` is none of the above, or the shapes cannot be determined from it.
+        ValueError: `model` is none of the above, or its shapes cannot be determined.
     """
     if isinstance(model, nn.Module):
         return type(model).__name__, "the module given", model, _active_of(model)
@@ -155,10 +155,10 @@ def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make]) -> nn.Mo
 
     Args:
         shapes: Dict from parameter name to shape, in the model's order.
-        kinds: Dict from module name to a function that creates the module, given the shape of its first parameter. The
-            type of any other module depends on its parameter. A module with a 2-D parameter becomes an embedding if its
-            name contains "embed" or is "wte" or "wpe", and a linear layer otherwise. A module with a 1-D parameter
-            becomes an RMSNorm if its name contains "norm".
+        kinds: Dict from module name to a function that creates the module from the shape of its first parameter. For a
+            module that is not in the dict, the parameter determines the type. A 2-D parameter is put into an embedding
+            if the module's name contains "embed" or is "wte" or "wpe", and otherwise into a linear layer. A 1-D
+            parameter is put into an RMSNorm if the module's name contains "norm".
     """
     root = _bare(_type("Model"))
     for name, shape in shapes.items():
@@ -215,8 +215,8 @@ _DECODER: Mapping[str, Any] = {
 
 # Parameters of a decoder-only model as tuples (conditions, name, dims), in the model's order. A parameter exists if all
 # its conditions are true. Conditions and dims are keys of the dict that `_words` returns. Names in `_LAYER` are
-# relative to model.layers.N. The condition "plain" stands for GPT-2's layer, whose weights are stored as (inputs,
-# outputs), with q, k and v fused along the columns.
+# relative to model.layers.N. The condition "plain" selects GPT-2's layer. Its weights are stored as (inputs, outputs),
+# and q, k and v are fused along the columns.
 _FIRST = (
     ("", "model.embed_tokens.weight", "vocab width"),
     ("plain", "model.embed_positions.weight", "positions width"),
@@ -281,11 +281,11 @@ _LAST = (
 
 
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
-    """Return a dict with the values of the dims and conditions in the parameter tables `_FIRST`, `_LAYER` and `_LAST`.
-    A condition is true if its value is not 0.
+    """Return the values of the dims and conditions that the parameter tables `_FIRST`, `_LAYER` and `_LAST` name. A
+    condition is true if its value is not 0.
 
     Args:
-        c: Sizes of the model, as attributes with the same names as the keys of `_DECODER` and of `build`'s argument.
+        c: Sizes of the model, with the keys of `_DECODER` and of `build`'s argument as attributes.
         layer: Index of the layer, which determines whether the layer has experts; -1 for parameters outside layers.
     """
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
@@ -345,8 +345,8 @@ def build(sizes: Mapping[str, Any]) -> nn.Module:
     """Build the modules of a decoder-only model on the meta device, without `forward` methods. Parameters have the same
     names and shapes as in Hugging Face's models, except that experts are stacked as in torchtitan.
 
-    If a module's class name affects which optimizer (Muon or AdamW) updates its parameters, or how they are split into
-    matrices, the module gets the class name that Hugging Face or torchtitan uses.
+    The class name of a module can determine whether Muon or AdamW updates its parameters, and how they are split into
+    matrices. Such a module gets the class name that Hugging Face or torchtitan uses.
 
     Args:
         sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, and optionally the keys of `_DECODER`.

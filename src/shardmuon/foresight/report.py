@@ -1,14 +1,14 @@
 """Estimate the cost of Muon in a training job, and report it as text tables or as an HTML page.
 
-The time of an optimizer step on a machine is estimated as an interval of seconds, with the causes of the interval's
-width and a timeline. The estimate is computed from the counts of a plan (`job.Exact`) and the performance data of the
-hardware. Nothing is measured or run.
+The estimated time of an optimizer step is an interval of seconds. The report also contains a timeline of the step and
+the reasons why the interval is wide. The estimate is computed from the counts of a plan (`job.Exact`) and the
+performance data of the hardware. Nothing is measured or run.
 
 [Note: the width of an interval]
     Each uncertain factor (`_FACTORS`) has a best, a middle and a worst value. At one end of the interval, all factors
-    have their best values; at the other end, all have their worst values. A factor's share of the width is found by
-    moving only that factor from its best to its worst value, while all other factors keep their middle values. The
-    report names the factors with the largest shares as the reason for the width.
+    have their best values; at the other end, all have their worst values. To find the share of the width that one
+    factor causes, the step is simulated with the factor's best and worst values, while all other factors keep their
+    middle values. The report names the factors with the largest shares.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _seconds(*values: float) -> str:
 def _scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
     """Format numbers with a common unit, such as "1.2 .. 3.4 ms".
 
-    The unit is the largest one in which the last number is at least 1. Numbers of at least 100 are rounded to whole
-    numbers, and smaller numbers to three significant digits.
+    The unit is the largest one in which the last number is at least 1. Numbers of at least 100 are rounded to integers,
+    and smaller numbers to three significant digits.
 
     Args:
         values: Numbers in the smallest unit.
@@ -105,20 +105,19 @@ def plan(
     weights: torch.dtype = torch.float32,
     **options: Any,
 ) -> Report:
-    """Estimate the time, memory and communication that Muon needs in a job on any mesh, without starting the job's
-    ranks or using a GPU.
+    """Estimate the time, memory and communication that Muon needs in a job on any mesh. The job's ranks are not
+    started, and no GPU is used.
 
     Args:
         model: Name of a preset, path to a config.json, MODULE:FUNCTION, or a module (preferably on the meta device).
         mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
-        gpu: Name of a hardware file in the package ("h100"), path to a hardware file, or a `Hardware`.
+        gpu: Name of a hardware file in the package, such as "h100", path to a hardware file, or a `Hardware`.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
-        gpus_per_node: Number of ranks per node. Links within a node are assumed to be fast. Default: the number in the
-            hardware file.
+        gpus_per_node: Number of ranks per node. Default: the number in the hardware file.
         tokens_per_step: Number of tokens in a training step, over all ranks. If given, the report compares the time of
-            a whole training step with Muon to that with AdamW.
-        active_params: Number of parameter elements used per token. Required if `tokens_per_step` is given for a model
-            that has experts and is not a preset.
+            a training step with Muon to the time with AdamW.
+        active_params: Number of parameter elements used per token. Required with `tokens_per_step` if the model has
+            experts and is not a preset.
         weights: dtype of the model's parameters and, except under ZeRO, of their gradients.
         **options: Options of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
 
@@ -156,23 +155,23 @@ def plan(
 
 @dataclass(frozen=True)
 class Price:
-    """Estimated time of one optimizer step on machines of one kind.
+    """Estimated time of one optimizer step on one kind of machine.
 
     Attributes:
         step: Seconds that `optimizer.step()` takes on the slowest rank.
-        rank: The slowest rank; the lowest one if several ranks are equally slow.
+        rank: The slowest rank. If several ranks are equally slow, the lowest of them.
         parts: Seconds that the slowest rank spends on each activity: matrix products, memory passes, AdamW, work on the
-            host CPU, the ranks' vote before the step, and waiting for exchanges.
+            CPU, the vote before the step, and waiting for exchanges.
         timeline: Events on the slowest rank, with every uncertain factor at its middle value.
         reasons: Causes of the width of the interval `step`, largest first, as (factor, description, share of the
             width). A factor's share is the part of the width that this factor alone causes.
         ends: Dict from rank to the time in seconds at which the rank finishes the step, with every uncertain factor at
-            its middle value. The dict has one rank of each class of ranks that do equal work.
+            its middle value. The dict contains one rank of each class of ranks that do equal work.
         tokens: Number of tokens in a training step, over all ranks; None if unknown.
         adamw: Seconds that a step would take on the rank with the most elements if AdamW updated all parameters.
-        training: Seconds that the forward and backward pass of a training step take, estimated from the model's FLOPs
-            per token and the fraction of the peak that training reaches; None if the number of tokens is unknown.
-        unverified: Dict from name to source, for each hardware number that was used although nobody has checked it.
+        training: Seconds for the forward and backward pass of a training step, estimated from the model's FLOPs per
+            token and the fraction of peak FLOP/s that training reaches; None if the number of tokens is unknown.
+        unverified: Unchecked hardware numbers that the estimate used, as a dict from name to source.
         extrapolated: Lookups beyond the ends of tables in the hardware file, each as "table: size".
     """
 
@@ -195,11 +194,11 @@ class Price:
         Args:
             exact: Counts of the plan.
             hardware: Machine on which every rank runs.
-            tokens: Number of tokens in a training step, over all ranks. If it is given, `training` is estimated.
+            tokens: Number of tokens in a training step, over all ranks. If given, `training` is estimated, too.
 
         Raises:
-            ValueError: The hardware file lacks a number that the plan needs, `tokens` is not a positive finite number,
-                or `tokens` is given although the number of active parameters is unknown.
+            ValueError: The hardware file lacks a number that the plan needs; `tokens` is not a positive finite number;
+                or `tokens` is given but the number of active parameters is unknown.
         """
         if tokens is not None and not 0 < tokens < math.inf:
             raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
@@ -231,9 +230,8 @@ class Price:
 
         Args:
             plan: Plan of an existing optimizer, or a plan constructed by hand.
-            gpu: Name of a hardware file in the package ("h100"), path to a hardware file, or a `Hardware`.
-            gpus_per_node: Number of ranks per node. Links within a node are assumed to be fast. Default: the number in
-                the hardware file.
+            gpu: Name of a hardware file in the package, such as "h100", path to a hardware file, or a `Hardware`.
+            gpus_per_node: Number of ranks per node. Default: the number in the hardware file.
 
         Raises:
             ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
@@ -263,17 +261,18 @@ def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
 
 
 class _Pricer:
-    """Estimate the times of all buckets (groups of matrices) on all classes of ranks, and simulate optimizer steps with
-    these times. A class is a set of ranks that do equal work.
+    """Estimates the times of all buckets (groups of matrices) on all classes of ranks, and simulates optimizer steps
+    with these times. A class is a set of ranks that do equal work.
 
     Attributes:
-        _held: For each class of ranks, the indices of its buckets in `_phases`. Equal buckets of different classes
-            share one index.
+        _held: For each class, the indices of its buckets in `_phases`. Equal buckets of different classes have the same
+            index.
         _overlap: Fraction of an exchange that can run at the same time as matrix products.
-        _first: Time before the first bucket, as a dict from uncertain factor to the seconds that depend on the factor.
-        _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and a nested dict from phase
-            to uncertain factor to seconds. Exchanges that the bucket does not have are absent from the dict.
-        _adamw: Seconds that AdamW takes on each class of ranks.
+        _first: Time before the first bucket, as a dict from uncertain factor to the seconds that depend on this factor.
+        _phases: For each bucket, a tuple of the key that its ranks share (None if they exchange nothing) and a nested
+            dict from phase to uncertain factor to seconds. The dict has no items for exchanges that the bucket does not
+            need.
+        _adamw: Seconds that AdamW takes on each class.
     """
 
     def __init__(self, exact: Exact, rates: Rates) -> None:
@@ -298,9 +297,9 @@ class _Pricer:
         self._adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
-        """Simulate an optimizer step, using the values that `pick` selects for the uncertain factors, and return one
-        timeline per class of ranks. If `stage` is given, simulate only this pipeline stage. This is possible because
-        the optimizer does not exchange data between pipeline stages."""
+        """Simulate an optimizer step and return one timeline per class of ranks. `pick` selects a value for each
+        uncertain factor. If `stage` is given, simulate only this pipeline stage, which is possible because the
+        optimizer does not exchange data between pipeline stages."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
         return Course.simulate(
@@ -324,7 +323,7 @@ class _Pricer:
 
         Args:
             step: Time of the step, as an interval of seconds.
-            stage: Index of the slowest pipeline stage, the only one that is simulated.
+            stage: Index of the slowest pipeline stage. Only this stage is simulated.
 
         Returns:
             Tuples (factor, description, share of the width), largest share first.
@@ -420,8 +419,8 @@ class Report:
     """Report on the estimated cost of Muon in a training job, as text or as an HTML page.
 
     Attributes:
-        exact: Counts of what each rank stores, sends and computes. All counts are exact except the memory that a step
-            needs, which is an upper bound.
+        exact: Counts of what each rank stores, sends and computes. They are exact, except that the memory needed during
+            a step is an upper bound.
         hardware: Machine for which the time was estimated.
         price: Estimated time of an optimizer step, and of the forward and backward pass before it.
     """
@@ -432,11 +431,11 @@ class Report:
 
     @property
     def overhead(self) -> tuple[float, float, float]:
-        """Extra time of a training step with Muon, as fractions of the time of a training step with AdamW: (smallest,
-        middle, largest). All three are zero if the number of tokens is unknown.
+        """Extra time of a training step with Muon instead of AdamW, as fractions (smallest, middle, largest) of the
+        time of a training step with AdamW. All three are zero if the number of tokens is unknown.
 
-        Both optimizers' memory traffic depends on the same uncertain factors. For this reason, the lower ends of the
-        two optimizers' intervals are compared with each other, and so are the upper ends.
+        The same uncertain factors affect both optimizers. So Muon's fastest step is compared with AdamW's fastest step,
+        and Muon's slowest step with AdamW's slowest step.
         """
         if self.price.training is None:
             return 0.0, 0.0, 0.0

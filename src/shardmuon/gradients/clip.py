@@ -1,21 +1,24 @@
-"""Clipping of all gradients by one norm for the whole job, however the parameters are sharded. Either all ranks get the
-same norm, bit for bit, or all ranks raise an error.
+"""Gradient clipping by one global norm, however the parameters are sharded. Either all ranks get the same norm, bit for
+bit, or all ranks raise an error.
 
 [Note: who sums with whom]
-    All ranks that are connected by shared parameters or by a `process_group` compute one norm together. If several
-    ranks store the same data, only one of them counts this data.
+    Two ranks are connected if a parameter is sharded or replicated over them, or if both are in the `process_group`
+    that is passed to `clip_grad_norm_`. All ranks that are connected directly or through other ranks compute one norm
+    together. Data that is stored on several ranks is counted only once.
 
-    For some tensors, this module cannot know whether other ranks have replicas. A plain tensor can be a replica, as
-    under DDP, or exist on one rank only. A DTensor on some of the ranks, such as the ranks of one data-parallel axis,
+    For some tensors, this module cannot know whether other ranks store replicas. A plain tensor can be a replica, as
+    under DDP, or exist on one rank only. A DTensor on only some of the ranks, such as those of one data-parallel axis,
     can have replicas on other ranks (in layers that tensor parallelism does not shard) or none (in experts and pipeline
-    stages). The gradients of such tensors are called loose. Each rank computes one norm over all its loose gradients
-    that have the same shape and are shared by the same set of ranks. If ranks that have the same index in their sets
-    compute equal norms, their gradients are treated as replicas and counted once. Norms of few elements can be equal by
-    chance, so for small gradients, the norms of all loose gradients on these sets of ranks must also be equal.
+    stages). The gradients of such tensors are called loose in this file.
 
-    Ranks that share other parameters must have equal loose gradients of plain tensors, because unequal gradients are
-    probably replicas that were not averaged. This rule does not apply if all of these ranks are in the `process_group`
-    that is passed to the function.
+    To find replicas, each rank sorts its loose gradients by tensor shape and by the set of ranks that store the tensor,
+    and computes one norm for each shape and set. If two ranks have the same position in their sets and get the same
+    norm, their gradients are treated as replicas and counted once. Norms of few elements can be equal by chance. So
+    replicas of small gradients must also agree in the norm of all loose gradients on their set of ranks.
+
+    If other parameters are sharded or replicated over some ranks, loose gradients of plain tensors must be equal on
+    these ranks, because unequal gradients are probably replicas that were not averaged. This rule does not apply if all
+    of these ranks are in the `process_group` that is passed to `clip_grad_norm_`.
 """
 
 from __future__ import annotations
@@ -58,32 +61,33 @@ def clip_grad_norm_(
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where `norm` is the norm of all gradients taken as one
     vector.
 
-    Call this function after the last backward pass of a step and before `step()`, on every rank that shares a
-    parameter, even if the rank has no gradients. Parameters of Muon and of AdamW, DTensors on any meshes and plain
-    tensors are treated in the same way, and each element counts once. The norm is summed in fp64, rounded to fp32, and
+    Call this function after the last backward pass of a step and before `step()`, on every rank that stores a part or a
+    replica of the parameters, even if the rank has no gradients. One norm covers Muon's and AdamW's parameters,
+    DTensors on any mesh and plain tensors. Each element counts once. The norm is summed in fp64, rounded to fp32, and
     has the same bits on every rank. docs/clipping.md explains how clipping affects Muon, and which ranks compute a norm
     together.
 
     Args:
         parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Prefer the
-            optimizer or groups, because only groups have the options `process_group` (ranks that store replicas of
-            a plain tensor) and `tp_group` (ranks that store its shards). For both options, () stands for no ranks.
+            optimizer or its groups, because only groups have the options `process_group` (ranks that store replicas of
+            a plain tensor) and `tp_group` (ranks that store its shards). For both options, () means that there are no
+            such ranks.
         max_norm: Largest allowed norm.
-        norm_type: Order p > 0 of the p-norm; inf for the largest absolute value.
-        error_if_nonfinite: True raises an error if the norm is inf or nan. False multiplies gradients by 0 or nan in
-            this case, as torch does.
-        process_group: Group whose ranks compute one norm, together with all ranks that share parameters with one of
-            them. Needed for pipeline stages, and for experts that only one rank has.
+        norm_type: Order p of the p-norm, above 0; inf selects the largest absolute value.
+        error_if_nonfinite: If True, raise an error if the norm is inf or nan. If False, such a norm multiplies the
+            gradients by 0 or nan, as in torch.
+        process_group: Group whose ranks compute one norm, together with all ranks that store other parts or replicas of
+            their parameters. Needed with pipeline stages, and for experts that exist on only one rank.
 
     Returns:
         The norm before clipping, as a 0-dim plain tensor on the device of the first parameter.
 
     Raises:
-        ValueError: Gradients or arguments are wrong on some rank. Raised on every rank; no gradient has been scaled.
+        ValueError: Gradients or arguments are wrong on some rank. Raised on every rank, before any gradient is scaled.
         TypeError: `parameters` is a set, whose order can differ between ranks.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is True. Raised on every rank.
         ExchangeError: A rank died or hung, or this rank failed after the ranks had agreed to clip. This rank's
-            gradients are set to None, so that no rank can take a step with them.
+            gradients are set to None, so that they cannot be used in a step.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
     # A set of parameters is rejected before any communication, so that no other rank waits for this rank.
@@ -131,11 +135,12 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """If the code in the `with` block raises an error, set this rank's gradients to None, and re-raise the error or
-    raise an ExchangeError from it. If the error is Refused, which all ranks raise, keep the gradients.
+    """If the code in the `with` block fails, set this rank's gradients to None and raise an error, usually an
+    ExchangeError. If the error is Refused, which all ranks raise together, keep the gradients.
 
-    Other ranks do not learn of a failure after the last communication, and continue with scaled gradients. The next
-    step then raises an error on every rank that shares these parameters, because this rank has no gradients.
+    If a rank fails after the last communication, the other ranks do not notice the failure and continue with scaled
+    gradients. The next step then raises an error on all ranks that store parts or replicas of the failed rank's
+    parameters, because the failed rank has no gradients.
     """
     try:
         yield
@@ -184,24 +189,22 @@ class _BoundGradients(Agreed):
 
     Attributes:
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
-        engines: For each parameter, the engine (storage adapter) that gives access to the parameter's local storage.
-        key: Key that a later call compares with its own key to decide whether the cache is valid. The key changes with
-            parameters, layouts and options.
-        counted: Indices of the parameters whose local gradients this rank counts in the norm. Other ranks that store
-            replicas of these gradients do not count them.
-        loose: Dict from a tuple (set of ranks, shape) to a list of parameter indices. Each listed parameter has this
-            shape, is shared by these ranks, and has a loose gradient, that is, a gradient that may have replicas on
-            other ranks ([Note: who sums with whom]). The set of a plain tensor without a process group contains only
-            this rank.
-        lines: Text that describes each parameter in error messages, equal on all ranks that share the parameter.
-        compared: For each parameter, True if its gradient must exist either on all ranks that share the parameter or on
-            none of these ranks.
-        in_order: Indices of the parameters in the order of communication: parameters on small sets of ranks first, and
-            the parameters of one set in the user's order.
-        together: This rank and the ranks with which it shares parameters, ascending; () if this rank shares no
-            parameter, or if `beyond` contains all of these ranks.
-        replicas: The distinct values of `together` on all ranks. Loose gradients of plain tensors must be equal within
-            each of these sets.
+        engines: For each parameter, the engine (storage adapter) that accesses the parameter's local storage.
+        key: Identifies the parameters, layouts and options. A later call can use the cache if its own key is equal.
+        counted: Indices of the parameters whose local gradients this rank counts in the norm. Ranks that store replicas
+            of these gradients do not count them.
+        loose: Indices of the parameters with loose gradients, which may have replicas on other ranks ([Note: who sums
+            with whom]), as a dict from (ranks that store the parameter, shape) to indices. For a plain tensor without a
+            process group, the only known rank is this rank.
+        lines: Description of each parameter in error messages, equal on all ranks that store the parameter.
+        compared: For each parameter, True if its gradient must exist either on all ranks that store the parameter or on
+            none of them.
+        in_order: Indices of the parameters in the order of communication. Parameters on small sets of ranks come first.
+            Parameters on the same set of ranks stay in the user's order.
+        together: All ranks that store parts or replicas of this rank's parameters, ascending. Empty if there are no
+            other such ranks, or if `beyond` contains all of them.
+        replicas: The distinct values of `together` on all ranks. Within each of these sets of ranks, loose gradients of
+            plain tensors must be equal.
     """
 
     replicas: set[Ranks]
@@ -235,20 +238,19 @@ class _BoundGradients(Agreed):
 
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
-    """Make the key of cached layouts for a list of parameters: the name, id, options and engine (storage adapter) of
-    each parameter, and the engine's summary of the parameter's layout. A new tensor can have the same id as a deleted
-    tensor. Cached layouts with an equal key are still valid, because the key determines the layouts."""
+    """Make a key for the cached layouts of a list of parameters. For each parameter, the key contains the name, id,
+    options, engine (storage adapter), and the engine's summary of the layout. A new tensor can have the same id as a
+    deleted tensor, but cached layouts with an equal key are still valid, because the key determines the layouts."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
 
 def _counts(layout: ParamLayout) -> bool:
-    """Decide whether this rank includes its part of a gradient in the norm of all gradients. If several ranks store the
-    same part, only the first of these ranks includes it.
+    """Decide whether this rank counts its part of a gradient in the global norm. If several ranks store the same part,
+    only the first of these ranks counts it.
 
     Raises:
-        ValueError: This rank stores several pieces of the tensor, and is the first rank for some of these pieces but
-            not for all.
+        ValueError: This rank stores several pieces of the tensor, and would have to count some of them but not others.
     """
     rank = my_rank()
     first = {layout.keepers[piece][0] == rank for piece in layout.pieces[rank]}
@@ -278,11 +280,10 @@ class _Clipping(TableCall[_BoundGradients]):
         held: Dict from a parameter's index to the local storage of its gradient. Gradients that have no elements on
             this rank are left out.
         states: `GradientState` of each parameter's gradient.
-        counted: Norm of the gradient elements that this rank, and no other rank, includes in the norm of all gradients.
-        loose: Loose gradients are gradients that may have replicas on other ranks ([Note: who sums with whom]). For
-            each set of ranks and each shape of loose gradients, the list contains a tuple (fingerprint, norm, alone),
-            computed from this rank's part of these gradients. Replicas have equal fingerprints. `alone` is True if the
-            set contains only this rank, as for plain tensors without a process group.
+        counted: Norm of the gradient elements that this rank counts, without loose gradients.
+        loose: One tuple (fingerprint, norm, alone) per set of ranks and shape of this rank's loose gradients, which may
+            have replicas on other ranks ([Note: who sums with whom]). Replicas have equal fingerprints. `alone` is True
+            if the set contains only this rank, as for plain tensors without a process group.
     """
 
     params: Sequence[Listed]
@@ -352,9 +353,9 @@ class _Clipping(TableCall[_BoundGradients]):
             norms[key] = _norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
         for (ranks, shape), norm in norms.items():
             facts: tuple[Any, ...] = ranks.index(my_rank()), shape, norm
-            # Loose gradients (which may have replicas) are identified by their norms. Norms of fewer than 64 bf16
-            # elements per rank are often equal by chance (for single elements, the norms of 1 in 500 pairs are equal),
-            # so the norms of all loose gradients on these ranks must be equal, too.
+            # Loose gradients that may be replicas of each other are recognized by equal norms. Norms of fewer than 64
+            # bf16 elements per rank are often equal by chance (norms of single elements in 1 of 500 pairs). For such
+            # small gradients, the norms of all loose gradients on these ranks must be equal, too.
             if math.prod(shape) * len(kept.loose[ranks, shape]) < 64 * len(ranks):
                 facts += (_combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
             if norm:
@@ -377,10 +378,10 @@ class _Clipping(TableCall[_BoundGradients]):
                 param.grad = bound.engines[number].align(param.grad, param)
 
     def norm(self) -> float:
-        """Compute the norm of all gradients on all connected ranks. Collective over these ranks.
+        """Compute the norm of the gradients on all connected ranks. Collective over these ranks.
 
         Raises:
-            Refused: Gradients or arguments are wrong on some rank. Raised on every rank; nothing has been scaled.
+            Refused: Gradients or arguments are wrong on some rank. Raised on every rank, before any gradient is scaled.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
         bound, verdict = self.agree(self.fault)
