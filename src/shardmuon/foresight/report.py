@@ -113,7 +113,8 @@ def plan(
         mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
         gpu: Name of a hardware file in the package, such as "h100", path to a hardware file, or a `Hardware`.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
-        gpus_per_node: Number of ranks per node. Default: the number in the hardware file.
+        gpus_per_node: Number of ranks per node, which are assumed to be connected by fast links. Default: the number in
+            the hardware file.
         tokens_per_step: Number of tokens in a training step, over all ranks. If given, the report compares the time of
             a training step with Muon to the time with AdamW.
         active_params: Number of parameter elements used per token. Required with `tokens_per_step` if the model has
@@ -231,7 +232,8 @@ class Price:
         Args:
             plan: Plan of an existing optimizer, or a plan constructed by hand.
             gpu: Name of a hardware file in the package, such as "h100", path to a hardware file, or a `Hardware`.
-            gpus_per_node: Number of ranks per node. Default: the number in the hardware file.
+            gpus_per_node: Number of ranks per node, which are assumed to be connected by fast links. Default: the number
+                in the hardware file.
 
         Raises:
             ValueError: The hardware does not exist, or its file lacks a number that the plan needs.

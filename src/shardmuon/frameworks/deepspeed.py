@@ -1,54 +1,60 @@
 """DeepSpeed ZeRO: steps and checkpoints of a `Muon` optimizer that is passed to `deepspeed.initialize`.
 
-DeepSpeed steps *flat buffers*: 1-D fp32 partitions, which can begin and end at any element of a matrix, and which
-DeepSpeed can swap to files (NVMe offload). A separate optimizer core steps each flat buffer that contains matrices. The
-parameters of the core are views of the flat buffer. The momentum tensor is as long as the flat buffer and belongs to
-the state of the optimizer that the user passed to DeepSpeed. DeepSpeed therefore offloads and saves the momentum like
-the state of any other optimizer. Every private attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed
-is never imported.
+DeepSpeed replaces the optimizer's parameters with *flat buffers*: 1-D fp32 partitions, which can begin and end at any
+element of a matrix. DeepSpeed can swap flat buffers to files (NVMe offload). Each flat buffer that contains matrices is
+stepped by a separate optimizer core. The core's parameters are views of the flat buffer. Its momentum is one tensor
+that is as long as the flat buffer and belongs to the state of the user's optimizer. DeepSpeed therefore offloads and
+saves the momentum like any other optimizer state.
+
+All code that reads private attributes of DeepSpeed is in this file. shardmuon never imports DeepSpeed.
 
 [Note: what DeepSpeed steps]
-    `deepspeed.initialize` replaces the parameters in the optimizer's groups with *flat buffers*: this rank's 1-D fp32
-    partition of a group (ZeRO stages 1 and 2, and the BF16 optimizer) or of a sub-group (ZeRO stage 3). DeepSpeed
-    reduces, unscales and clips the gradients of flat buffers before it calls `step()`. In a training step, stages 1 and
-    2 call `step()` once per group with only this group, stage 3 calls it once per sub-group with all other groups
-    empty, and the BF16 optimizer calls it once. All ranks make the same calls in the same order. The original
-    parameters remain in the model, and their attributes show where their elements are stored:
+    `deepspeed.initialize` replaces the parameters in the optimizer's groups with *flat buffers*. A flat buffer is this
+    rank's 1-D fp32 partition of a group (ZeRO stages 1 and 2, and the BF16 optimizer) or of a sub-group (ZeRO stage 3).
+    DeepSpeed reduces, unscales and clips the gradients of flat buffers before it calls `step()`.
+
+    In a training step, stages 1 and 2 call `step()` once per group, and pass only this group. Stage 3 calls `step()`
+    once per sub-group, and leaves all other groups empty. The BF16 optimizer calls `step()` once. All ranks make the
+    same calls in the same order.
+
+    The original parameters remain in the model. Their attributes show where their elements are stored:
     stages 1 and 2, BF16   see [Note: positions of parameters]
-    stage 3                `_z3_optimizer` with the sub-groups' parameters and flat buffers; rank r of
+    stage 3                `_z3_optimizer` contains the parameters and flat buffers of the sub-groups; rank r of
                            `ds_process_group` stores elements [r k, (r + 1) k) of each parameter, with
                            k = `partition_numel()`
+
     When the plan is made, each rank sends the positions of its elements to the other ranks. The elements of all ranks
     must cover every parameter exactly once. Before the first update, after loading state, and in audited steps, each
     rank compares its parts of the parameters with the model's weights.
 
 [Note: positions of parameters]
-    With ZeRO stages 1 and 2 and with the BF16 optimizer, the model parameters in a group are views of one buffer, in an
-    order that DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is split into equal parts,
-    and rank r of `_dp_group` steps an fp32 copy of part r: the rank's flat buffer. So the offset of a parameter in the
-    model's buffer determines which elements of the parameter a rank's flat buffer contains, and at which position.
-    DeepSpeed's own record of these positions, `_hp_mapping`, follows the order of the groups and is wrong with
+    With ZeRO stages 1 and 2 and with the BF16 optimizer, the model parameters in a group are views of one buffer.
+    DeepSpeed chooses the order of the parameters in this buffer (`round_robin_gradients`, `parameter_alignment`). The
+    buffer is divided into equal parts, and the flat buffer on rank r of `_dp_group` is an fp32 copy of part r. So the
+    offset of a parameter in the model's buffer determines which of its elements are in a rank's flat buffer, and where.
+
+    DeepSpeed's own record of these positions, `_hp_mapping`, follows the order of the groups, so it is wrong with
     `round_robin_gradients` (0.19.8). So shardmuon only checks that the attribute exists.
 
 [Note: what is swapped]
-    When ZeRO stage 3 offloads optimizer state to NVMe, DeepSpeed swaps a sub-group to files if a rank's part of the
-    sub-group has at least max(1 MiB, `aio.block_size`) bytes. The files contain the sub-group's weights, all state
-    tensors that are as long as its flat buffer (except tensors with `swappable = False`), and gradients of at least
-    this size. The flat buffer and its state tensors are empty except while the flat buffer is stepped. Smaller
-    sub-groups stay in memory.
+    With NVMe offload of optimizer state, ZeRO stage 3 swaps a sub-group to files if the rank's part of the sub-group
+    has at least max(1 MiB, `aio.block_size`) bytes. Smaller sub-groups stay in memory. The files contain the
+    sub-group's weights, all state tensors that are as long as its flat buffer (except tensors with `swappable =
+    False`), and gradients of at least this size. The flat buffer and its state tensors are in memory only while the
+    flat buffer is stepped. At other times, they are empty.
 
-[Note: gradients that do not come back]
-    DeepSpeed reads a swapped gradient by direct I/O into the sub-group's buffer, at the parameter's offset. Direct I/O
-    needs aligned memory addresses. The required alignment is 512 bytes on most file systems, and between 1 byte and a
-    page on others. If an address is not aligned, the read fails, but DeepSpeed ignores the failure and uses the old
-    contents of the buffer as the gradient. Buffers begin at a page boundary, so the offset determines the alignment of
-    an address. For this reason, shardmuon requires offsets that are multiples of the page size.
+[Note: alignment of swapped gradients]
+    DeepSpeed reads a swapped gradient from its file into the sub-group's buffer, at the parameter's offset. It uses
+    direct I/O, which needs aligned memory addresses. Most file systems require an alignment of 512 bytes; others
+    require between 1 byte and a page. If an address is not aligned, the read fails. DeepSpeed ignores the failure and
+    uses the old contents of the buffer as the gradient. Buffers begin at a page boundary, so an address is aligned if
+    its offset is a multiple of the page size. shardmuon requires such offsets.
 
 [Note: one vote before the first call]
     DeepSpeed calls `step()` several times in a training step. Before the first call changes anything, all ranks check
-    the options, momentum and partitions of every flat buffer, including the flat buffers of AdamW's parameters, and
-    vote on the outcome. If a later call raises an error on a rank, the optimizer refuses further steps, as it does
-    after an error in any step, and ranks that wait for the failed rank fail immediately.
+    the options, momentum and partitions of every flat buffer, including the flat buffers that AdamW updates, and vote
+    on the outcome. If a later call fails on a rank, the ranks that wait for this rank fail immediately. The optimizer
+    then refuses further steps, as it does after an error in any step.
 
 [Note: names of state]
     DeepSpeed's universal checkpoints support only Adam's state: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of
@@ -56,12 +62,14 @@ is never imported.
     buffer, so it takes almost no memory.
 
 [Note: what DeepSpeed loads]
-    `engine.save_checkpoint` writes a rank's state in memory to a state file, and copies the rank's swap files. With
-    NVMe offload, `engine.load_checkpoint` copies the swap files back but does not read the state file. So it always
-    loses the loss scale, the step counts, the options of the groups, and the weights and state of sub-groups that stay
-    in memory. In a new process it also loses swapped state, because the optimizer does not yet have state tensors into
-    which the swap files could be read. The function `load_checkpoint` of this module loads everything. If a checkpoint
-    was loaded without this function, `_refuse_loaded` raises an error.
+    `engine.save_checkpoint` writes the part of a rank's state that is in memory to a state file, and copies the rank's
+    swap files. With NVMe offload, `engine.load_checkpoint` copies the swap files back but does not read the state file.
+    So it always loses the loss scale, the step counts, the options of the groups, and the weights and state of
+    sub-groups that stay in memory. In a new process it also loses swapped state, because the optimizer does not yet
+    have state tensors into which the swap files could be read.
+
+    This module's function `load_checkpoint` loads everything. If a checkpoint was loaded without this function,
+    `_refuse_loaded` raises an error in the next step.
 """
 
 from __future__ import annotations
@@ -101,16 +109,16 @@ _PAGE = 4096  # Page size in bytes. On every file system, direct I/O can read in
 
 
 class _Flat(Core):
-    """Optimizer core that steps the matrices of one flat buffer, a 1-D partition made by ZeRO. The core uses the
-    options of the optimizer that the user passed to DeepSpeed.
+    """Optimizer core that steps the matrices of one flat buffer, a 1-D partition made by ZeRO. The core has the same
+    options as the optimizer that the user passed to DeepSpeed.
 
     Attributes:
         group: Optimizer group to which the flat buffer belongs.
-        is_muon: True if Muon updates the flat buffer; False if AdamW updates it, as a whole.
+        is_muon: True if Muon updates the matrices in the flat buffer; False if AdamW updates the flat buffer as a
+            whole.
         swapped: True if DeepSpeed stores the flat buffer in files (NVMe) between steps.
-        parts: One tuple (name, slice, shard) per parameter, where the slice describes this rank's part of the
-            parameter, and the shard is the tensor that is stepped. The shard is empty until `show` makes it a view of
-            the flat buffer.
+        parts: One tuple (name, slice, shard) per parameter. The slice describes this rank's part of the parameter. The
+            shard is the tensor that is stepped; it is empty until `show` makes it a view of the flat buffer.
     """
 
     def __init__(
@@ -150,7 +158,7 @@ class _Flat(Core):
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
     def take(self, carried: dict[str, dict[str, Tensor]]) -> None:
-        """Move the variant's state for the matrices in this flat buffer (such as NorMuon's second moments) from
+        """Move the variant's state (such as NorMuon's second moments) for the matrices in this flat buffer from
         `carried` to `states`. Call this method after the momentum has been loaded.
 
         Args:
@@ -166,8 +174,8 @@ class _Flat(Core):
 
 
 class _DeepSpeedHost(Host):
-    """Integration with DeepSpeed's engine. It is active once DeepSpeed has replaced the parameters in the optimizer's
-    groups with flat buffers.
+    """Integration with DeepSpeed. It is active once DeepSpeed has replaced the parameters in the optimizer's groups
+    with flat buffers.
 
     Attributes:
         groups: One tuple for each optimizer group: the group, the (name, parameter) pairs that it contained originally,
@@ -219,12 +227,12 @@ class _DeepSpeedHost(Host):
                 group["params"] = []
 
     def _restore_options(self, core: Any) -> None:
-        """Repair options and step counts after DeepSpeed has loaded a universal checkpoint. In addition, move the
-        variant's state (such as NorMuon's second moments) from the groups, where it was saved, to this object.
+        """Repair options and step counts after DeepSpeed has loaded a universal checkpoint. In addition, take the
+        variant's state (such as NorMuon's second moments) out of the groups, in which it was saved.
 
         DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position. With ZeRO stage 3,
         it assigns the options of the first group to every group. It also gives all sub-groups the same "step" tensor,
-        which would be incremented once for each sub-group.
+        so the step count would increase once per sub-group.
         """
         carried = take_carried(group for group, _, _ in self.groups)
         if carried:
@@ -244,10 +252,10 @@ class _DeepSpeedHost(Host):
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict.
 
-        If the caller is `load_checkpoint` of DeepSpeed or of this module, all ranks load together, and an error on one
-        rank is raised on all ranks, because the other ranks would otherwise hang in the collectives that DeepSpeed runs
-        afterwards. With any other caller, an error is raised only on the rank where it occurs. The same is true with
-        `pipeline_loading_checkpoint`, which makes ranks load one after another.
+        In a call from `load_checkpoint` of DeepSpeed or of this module, all ranks load together. An error on one rank
+        is then raised on all ranks, because the other ranks would otherwise hang in the collectives that DeepSpeed runs
+        afterwards. In other calls, and with `pipeline_loading_checkpoint`, which makes ranks load one after another, an
+        error is raised only on the rank where it occurs.
         """
         frame = self.caller("load_checkpoint", "deepspeed", __name__)
         engine = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("engine"))
@@ -263,9 +271,9 @@ class _DeepSpeedHost(Host):
             raise
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Save each group with its own options, which DeepSpeed may have replaced with those of another group. Put the
-        variant's state, such as NorMuon's second moments, into the first saved group. DeepSpeed cannot save the
-        variant's state as optimizer state, because it requires state tensors that are as long as a flat buffer."""
+        """Save each group with its own options, which DeepSpeed may have replaced with those of another group. Save the
+        variant's state, such as NorMuon's second moments, in the first group. This state cannot be saved as optimizer
+        state, because DeepSpeed requires state tensors that are as long as a flat buffer."""
         if self.is_active:
             self._restore_options(core)
             pairs = zip(core.param_groups, saved["param_groups"], strict=True)
@@ -390,8 +398,8 @@ class _DeepSpeedHost(Host):
         self._flats = {id(flat): _Flat(core, *self.groups[index][:2], flat, zero3) for index, flat in flats}
 
     def _complete_state(self, state: dict[str, Any], known: _Flat) -> None:
-        """Create the missing state of a flat buffer, filled with zeros. All state must exist by the time the first flat
-        buffer has been stepped, because DeepSpeed looks for state only then.
+        """Create the missing state of a flat buffer, filled with zeros. DeepSpeed looks for state only once, after the
+        first flat buffer has been stepped, so all state must exist by then.
 
         Raises:
             ValueError: The loaded momentum does not have the shape of the flat buffer.
@@ -450,9 +458,9 @@ class _Slice(NamedTuple):
 
     Attributes:
         param: The model's parameter, with the attributes that DeepSpeed adds.
-        start: Index, in the flattened parameter, of the first element of the part.
+        start: Index of the part's first element in the flattened parameter.
         numel: Number of elements in the part; 0 if the flat buffer contains no element of the parameter.
-        offset: Index, in the flat buffer, of the first element of the part.
+        offset: Index of the part's first element in the flat buffer.
     """
 
     param: Any
@@ -479,13 +487,13 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list
         zero3: DeepSpeed's optimizer with ZeRO stage 3; None with other stages.
 
     Returns:
-        A tuple of two items: this rank's slices of all trainable parameters in the group or sub-group of the flat
-        buffer, and the process group over which these parameters are partitioned. Slices are in the same order on all
-        ranks, and some may be empty.
+        This rank's slices of all trainable parameters in the flat buffer's group (with stage 3, in its sub-group), and
+        the process group over which these parameters are partitioned. All ranks list the slices in the same order. A
+        slice can be empty.
 
     Raises:
-        ValueError: The tensor is not a flat buffer of these parameters, or DeepSpeed partitions in a way that is not
-            supported.
+        ValueError: The tensor is not a flat buffer of these parameters, or DeepSpeed partitions them in an unsupported
+            way.
     """
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
     known, found = {id(p) for p in params}, {id(part.param) for part in slices}
@@ -609,7 +617,7 @@ def _refuse_copies() -> None:
 
 def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Any, ...]]) -> None:
     """Raise ValueError for options that are not supported with ZeRO's partitions, and for weights that are offloaded to
-    NVMe. DeepSpeed can corrupt weights on NVMe: it can round fp32 weights to bf16, and it reads weights into memory
+    NVMe. DeepSpeed can corrupt such weights: it can round fp32 weights to bf16, and it reads weights into memory
     addresses that direct I/O does not support.
 
     Args:
@@ -692,11 +700,11 @@ def _number_of(flat: Tensor, zero3: Any) -> int:
 
 
 def _refuse_swaps(parts: Sequence[tuple[str, _Slice, Tensor]], zero3: Any) -> None:
-    """Raise ValueError if DeepSpeed would read a swapped gradient of the flat buffer's sub-group into a memory address
-    that direct I/O does not support on all file systems. See [Note: gradients that do not come back].
+    """Raise ValueError if DeepSpeed would read a swapped gradient into a memory address that direct I/O does not
+    support on all file systems. See [Note: alignment of swapped gradients].
 
     Args:
-        parts: Slices of parameters in a flat buffer that DeepSpeed swaps to files, as in `_Flat.parts`.
+        parts: Parts of the parameters in a flat buffer that DeepSpeed swaps to files, as in `_Flat.parts`.
         zero3: DeepSpeed's optimizer with ZeRO stage 3.
     """
     least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
@@ -714,7 +722,7 @@ def _refuse_swaps(parts: Sequence[tuple[str, _Slice, Tensor]], zero3: Any) -> No
 
 def _refuse_loaded(step: FrameType | None) -> None:
     """Raise ValueError if a checkpoint was loaded with `engine.load_checkpoint` instead of this module's
-    `load_checkpoint`. In this case, the engine's attribute `loaded_checkpoint_dp_world_size` is not None.
+    `load_checkpoint`. Only then is the engine's attribute `loaded_checkpoint_dp_world_size` not None.
 
     Args:
         step: Stack frame of the engine's method that calls `step()`; None if there is no such frame.
@@ -733,7 +741,7 @@ def _refuse_loaded(step: FrameType | None) -> None:
 @Refused.made_public()
 def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Load a DeepSpeed checkpoint completely. Use this function instead of `engine.load_checkpoint`, which loses state
-    with NVMe offload. Collective over all ranks. The function reads pickles, so load only checkpoints that you trust.
+    with NVMe offload. Collective over all ranks. The function unpickles files, so load only checkpoints that you trust.
 
     Args:
         engine: Engine returned by `deepspeed.initialize`, with a `shardmuon.Muon` as optimizer.
@@ -746,9 +754,9 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         Result of `engine.load_checkpoint`, a tuple (path, client state).
 
     Raises:
-        ValueError: The checkpoint does not match the job on some rank. The error is raised on all ranks, usually before
-            anything changes. But if only the optimizer's state does not match, everything else has already been loaded,
-            and further steps raise errors.
+        ValueError: The checkpoint does not match the job on some rank. Raised on all ranks, usually before anything has
+            been loaded. If only the optimizer's state does not match, everything else has already been loaded, and
+            further steps raise errors.
     """
     zero3 = engine.optimizer
     if not getattr(zero3, "swap_optimizer", False):

@@ -3,9 +3,9 @@
 [Note: state of a unit]
     A unit is a module that FSDP1 wraps. For each state key (`momentum_buffer`, `exp_avg`, ..), FSDP1 gathers the state
     tensors of all parameters of a unit as one tensor that is as long as the unit's flat parameter. So all parameters of
-    the unit must have the same state keys, with state of the same dtype. But the state keys of matrices, which Muon
-    updates, differ from those of the parameters that AdamW updates. Therefore, zeros are saved for keys that a
-    parameter lacks, and discarded on loading.
+    a unit must have the same state keys, and state of the same dtype. But parameters that Muon updates and parameters
+    that AdamW updates have different state keys. For this reason, shardmuon saves zeros for keys that a parameter
+    lacks, and discards them on loading.
 """
 
 from __future__ import annotations

@@ -2,37 +2,42 @@
 
 Megatron handles gradient buffers and their reduction, fp32 main weights, the loss scale, clipping over all parallel
 groups, the scheduler and distributed checkpoints. shardmuon assigns parameters to Muon or AdamW and takes the step: it
-distributes the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As in
+distributes the matrices over the data-parallel replicas and gathers the shards of tensor-parallel matrices. As in
 Megatron, experts are replicated over a separate process group and have a separate optimizer. Pipeline stages are
-independent of each other, except that all of them must have the same list of parameter groups. Every private attribute
-of Megatron's optimizers that shardmuon reads or overrides is in this file. Megatron-FSDP is handled in
-megatron_fsdp.py.
+independent of each other, except that all of them must have the same list of parameter groups.
 
-This module works with megatron-core 0.19 (docs/megatron.md lists the exact versions).
+All code that reads or overrides private attributes of Megatron's optimizers is in this file. Megatron-FSDP is handled
+in megatron_fsdp.py. This module works with megatron-core 0.19 (docs/megatron.md lists the exact versions).
 
 [Note: what Megatron steps]
-    Each bucket of a gradient buffer is split into equal parts, one per data-parallel rank. A part can begin or end
-    inside a matrix. `DistributedOptimizer` replaces the parameters in the optimizer's groups with 1-D shards, one for
-    each parameter that has elements in this rank's parts (`model_param_gbuf_map`, `_get_model_param_range_map`). The
-    order of the shards differs between ranks. A shard of an fp32 parameter is a view; a shard of any other parameter is
-    an fp32 copy. This module changes the groups so that every rank has one shard of each matrix, which can be empty, in
-    the same order. The optimizer steps these shards like those of any other flat buffer. Without the distributed
-    optimizer, every replica has the complete main weights, which the optimizer steps like ordinary parameters.
+    With the distributed optimizer, each bucket of a gradient buffer is split into equal parts, one per data-parallel
+    rank. A part can begin or end inside a matrix. `DistributedOptimizer` replaces the parameters in the optimizer's
+    groups with 1-D shards, one for each parameter that has elements in this rank's parts (`model_param_gbuf_map`,
+    `_get_model_param_range_map`). A shard of an fp32 parameter is a view; a shard of any other parameter is an fp32
+    copy.
+
+    The order of the shards differs between ranks. This module changes the groups so that every rank has one shard of
+    each matrix, in the same order. A shard is empty if the rank stores no part of the matrix. The optimizer treats
+    these shards as parts of a flat buffer.
+
+    Without the distributed optimizer, every replica has the complete main weights, which the optimizer steps like
+    ordinary parameters.
 
 [Note: checkpoints]
-    All of Megatron's formats read and write state through two methods, which support only Adam's `exp_avg` and
-    `exp_avg_sq`. So momentum is saved as `exp_avg`. The `exp_avg_sq` of a matrix is a tensor of zeros that is created
-    when Megatron reads it. There is a single step count, which is stored as the option ``step`` of every group and in
-    the state of every parameter.
+    All of Megatron's checkpoint formats read and write state through two methods, which support only Adam's `exp_avg`
+    and `exp_avg_sq`. So momentum is saved as `exp_avg`. The `exp_avg_sq` of a matrix is an all-zero tensor that is
+    created when Megatron reads it. There is a single step count, which is stored as the option ``step`` of every group
+    and in the state of every parameter.
 
 [Note: state of variants]
-    `sharded_state_dict` describes each tensor of an optimizer's state by the shape and shards of the tensor's
-    parameter, and fails for a tensor that does not have the parameter's shape. An optimizer variant's state per matrix
-    (such as NorMuon's second moments) does not have this shape: it is equal on all ranks that share the matrix, even if
-    a rank's shard is empty. So this state is saved in the groups, by parameter name (see step/kept.py). This works if
-    each model-parallel rank saves its own groups, as in the formats that follow the distributed optimizer's buffers. In
-    other formats, rank 0 saves its groups for all ranks. Ranks whose parameters are not the same as those of rank 0
-    would then lose their state, so saving raises an error.
+    `sharded_state_dict` requires each state tensor to have the shape and shards of its parameter. The state that an
+    optimizer variant stores for each matrix (such as NorMuon's second moments) has a different shape. It is equal on
+    all ranks over which the matrix is sharded, even if a rank's shard is empty. So this state is saved in the groups,
+    by parameter name (see step/kept.py).
+
+    This works if each model-parallel rank saves its own groups, as in the formats that follow the distributed
+    optimizer's buffers. In other formats, rank 0 saves its groups for all ranks. Ranks whose parameters differ from
+    those of rank 0 would then lose their state, so saving raises an error.
 """
 
 from __future__ import annotations
@@ -73,31 +78,30 @@ def get_megatron_optimizer(
     use_gloo_process_groups: bool = True,
     **muon_options: Any,
 ) -> Any:
-    """Make a `ChainedOptimizer` of Megatron's own classes around `shardmuon.Muon`. Collective over all ranks.
+    """Make a `ChainedOptimizer` from Megatron's own optimizer classes and `shardmuon.Muon`. Collective over all ranks.
 
     Args:
-        config: `OptimizerConfig`. Fields used: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, the
-            ``muon_`` fields (momentum, nesterov, scale_mode, num_ns_steps, coefficient_type, extra_scale_factor,
-            split_qkv), and all fields that Megatron's own classes use. `muon_tp_mode` and `muon_fp32_matmul_prec` are
+        config: `OptimizerConfig`. `Muon` uses the fields lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps,
+            and the ``muon_`` fields momentum, nesterov, scale_mode, num_ns_steps, coefficient_type, extra_scale_factor
+            and split_qkv. Megatron's own classes use further fields. `muon_tp_mode` and `muon_fp32_matmul_prec` are
             ignored.
         model_chunks: Model chunks, each wrapped in Megatron's `DistributedDataParallel`.
         pg_collection: `ProcessGroupCollection`. Default: Megatron's global groups. With tensor parallelism, dense
             matrices are sharded over the group `tp`, and experts over the group `expt_tp`.
-        adamw_lr: Learning rate of the parameters that AdamW updates. For these parameters, `config.min_lr` is scaled by
+        adamw_lr: Learning rate of the parameters that AdamW updates. Their minimum learning rate is `config.min_lr` x
             `adamw_lr` / `config.lr`. Default: `config.lr`.
         overrides: (pattern, choice) pairs (see `shardmuon.param_groups`). Patterns are matched against the model's
             parameter names without the prefix ``module.`` that wrappers add.
         use_gloo_process_groups: If True, the distributed optimizer gets a gloo group, which some checkpoint formats
-            need. The argument has the same meaning as in Megatron's own function, and has no effect if `pg_collection`
-            is given.
+            need. As in Megatron's own function, the argument has no effect if `pg_collection` is given.
         **muon_options: Options of `Muon`, such as ``method`` and ``momentum``. They take precedence over `config`.
 
     Returns:
-        The `ChainedOptimizer`. It chains one optimizer for dense parameters and one for experts, or only one of the two
-        if no rank has parameters for the other.
+        A `ChainedOptimizer` that contains one optimizer for dense parameters and one for experts. An optimizer is left
+        out if it has no parameters on any rank.
 
     Raises:
-        ValueError: The configuration is not supported, or the matrices of a parameter cannot be determined.
+        ValueError: The configuration is not supported, or it is unclear how to read a parameter as matrices.
     """
     collection = _core("process_groups_config").ProcessGroupCollection
     groups = pg_collection or collection.use_mpu_process_groups()
@@ -224,9 +228,9 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
-    """Make overrides that split Megatron's fused attention projections into separate matrices. For each query group, a
-    projection stores the rows of q, k and v and, with gated attention, also the rows of the gates. So the projection is
-    split into three matrices, or into four with gated attention."""
+    """Make overrides that split Megatron's fused attention projections into separate matrices: q, k and v and, with
+    gated attention, the gates. A fused projection stores the rows of these matrices for one query group after
+    another."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
@@ -251,9 +255,9 @@ def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
 
 
 def _of_experts(rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
-    """Make copies of the given overrides for experts. A copy applies only to experts, and sets their tensor-parallel
-    group, which differs from the group of dense parameters. One more override, at the end of the list, applies to all
-    experts that none of the copies matches."""
+    """Copy the given overrides for experts. The copies apply only to experts and set the experts' tensor-parallel
+    group, which differs from the group of dense parameters. The last override in the list applies to all experts that
+    no copy matches."""
 
     def fits(name: str, param: Tensor, module: nn.Module, rule: Rule) -> bool:
         return _is_expert(param) and rule.fits(name, param, module)
@@ -325,12 +329,12 @@ def _aligned(
     """Merge parameter groups with equal options, and give all ranks the same groups in the same order. Collective over
     all ranks.
 
-    Megatron's checkpoints require equal groups on all ranks, because they save a single list of groups for all ranks.
-    If a pipeline stage has no parameters for a group, the group is empty on the ranks of that stage.
+    Megatron's checkpoints save a single list of groups for all ranks, so the groups must be equal on all ranks. If a
+    pipeline stage has no parameters for a group, the group is empty on the ranks of that stage.
 
     Args:
         listed: Parameter groups of this rank.
-        fault: Record of an error on this rank, if there was one. Such an error is raised on all ranks.
+        fault: Record of the error on this rank, if one occurred. The error is raised on all ranks.
         rules: The user's overrides.
         matched: Indices of the overrides that match a parameter on this rank.
 
@@ -367,8 +371,8 @@ def _wrapped(
         groups: Megatron's process groups.
         expert: True for the experts' optimizer.
         chunks: Model chunks.
-        shared: Process groups of the distributed optimizer, by Megatron's names. If None, there is no distributed
-            optimizer, and every replica has the complete main weights.
+        shared: Process groups of the distributed optimizer, by Megatron's names. None if there is no distributed
+            optimizer, so that every replica has the complete main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:
@@ -434,13 +438,13 @@ def _fill_state(optimizer: Muon, config: Any = None) -> None:
 
 
 class _WholeHost(Host):
-    """Integration with those Megatron wrappers in which every replica has the complete main weights. The state that a
-    variant stores per matrix is saved in the groups.
+    """Integration with the Megatron wrappers that give every replica the complete main weights. The state that a
+    variant stores for each matrix is saved in the groups.
 
     Args:
-        elsewhere: True if the parameters of some ranks are not the same as those of rank 0. Because Megatron's
-            `sharded_state_dict` saves only the groups of rank 0, saving then raises ValueError if the variant has
-            state.
+        elsewhere: True if the parameters of some ranks differ from those of rank 0. Megatron's `sharded_state_dict`
+            saves only the groups of rank 0. So if `elsewhere` is True and the variant has state, saving raises
+            ValueError.
     """
 
     packages = ()
@@ -472,8 +476,8 @@ class _ShardHost(_Unfinished):
     """Integration with Megatron's distributed optimizer.
 
     Args:
-        core: Optimizer whose groups contain shards of all matrices, including empty shards. Parameters of different
-            model chunks can have the same name, so a number is appended to repeated names.
+        core: Optimizer whose groups contain shards of all matrices, including empty shards. Different model chunks can
+            use the same parameter name, so a number is appended to repeated names.
         shards: Dict from model parameter to its fp32 shard, for all parameters that have elements on this rank.
     """
 
@@ -507,12 +511,15 @@ class _ShardHost(_Unfinished):
         self._restore(core, count)
 
     def _checked(self, core: Any, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Check the groups of a state dict. Return the Muon variant's state (a dict from parameter name to the
-        parameter's per-matrix state) and the step count.
+        """Check the groups of a state dict, and return the state that they contain.
+
+        Returns:
+            The Muon variant's state, as a dict from parameter name to the state of the parameter's matrices; and the
+            step count.
 
         Raises:
-            ValueError: The groups have different step counts, or state that the variant needs is missing although steps
-                have been taken.
+            ValueError: The groups have different step counts, or steps have been taken but state that the variant needs
+                is missing.
         """
         kept = take_carried([dict(group) for group in packed])
         for group, theirs in zip(core.param_groups, packed, strict=True):
@@ -607,8 +614,8 @@ def _distributed_optimizer(
         base: Megatron's `DistributedOptimizer`.
         muon: Optimizer whose groups contain the model's parameters. This function replaces the parameters with shards.
         *args, **kwargs: Further arguments of `base`.
-        process_group: Process group of all ranks over which the parameters are replicated, across all instances of
-            Megatron's distributed optimizer.
+        process_group: All ranks over which the parameters are replicated, across all instances of Megatron's
+            distributed optimizer.
         tp_group: Tensor-parallel group of the parameters; None without tensor parallelism.
     """
     made = [list(group["params"]) for group in muon.param_groups]

@@ -1,20 +1,23 @@
-"""Adapter (engine) for Megatron-FSDP's parameters, which are DTensors with placements that do not describe their data.
+"""Adapter (engine) for Megatron-FSDP's parameters. They are DTensors, but their placements do not show which elements a
+rank stores.
 
-Megatron-FSDP's experimental version 2 is not supported. Every private attribute of Megatron-FSDP that shardmuon reads
-is in this file. The package itself is never imported.
+Megatron-FSDP's experimental version 2 is not supported. All code that reads private attributes of Megatron-FSDP is in
+this file. shardmuon never imports the package.
 
 [Note: Megatron-FSDP's storage]
     Each unit (FSDP module) stores its parameters in one flat buffer, with padding between the parameters. The buffer is
-    split into equal parts, one per data-parallel rank. So a parameter with placement `Shard(0)` can have any number of
-    whole rows on any rank, and none on most ranks. For such a parameter, torch's chunking rule, its helper for offsets
-    and `full_tensor()` silently give wrong results. Tensor parallelism shards a parameter before FSDP does, along any
-    dim. A parameter's attribute `megatron_fsdp_slice` gives the range of elements of the tensor-parallel shard that
-    this rank stores. If no data-parallel axis of the mesh is sharded, a rank stores the whole tensor-parallel shard.
-    The slices of all ranks together must cover the parameter.
+    split into equal parts, one per data-parallel rank. So a rank can store any number of whole rows of a parameter with
+    placement `Shard(0)`, and most ranks store none. For such a parameter, torch's chunking rule, its helper for offsets
+    and `full_tensor()` silently give wrong results.
+
+    Tensor parallelism shards a parameter before FSDP does, along any dim. The parameter's attribute
+    `megatron_fsdp_slice` is the range of elements of the tensor-parallel shard that this rank stores. If no
+    data-parallel axis of the mesh is sharded, a rank stores the whole tensor-parallel shard. The slices of all ranks
+    together must cover the parameter.
 
 [Note: empty shards]
-    On a rank that stores no part of a parameter, `grad` stays None. If the ranks that store the parameter have
-    gradients, such a rank takes part in the step as if it had an empty gradient.
+    On a rank that stores no part of a parameter, `grad` stays None. If the parameter has gradients on other ranks, the
+    rank takes part in the step as if it had an empty gradient.
 """
 
 from __future__ import annotations
@@ -112,12 +115,12 @@ register(_MegatronFSDPCopy())
 
 
 def _place_of(param: Any) -> tuple[Cut, int, int, int]:
-    """Locate the rows that this rank stores within a parameter.
+    """Find out which rows of a parameter this rank stores.
 
     Returns:
-        A tuple (cut, num_parts, part, row). Tensor parallelism cuts the parameter into `num_parts` parts; `cut`
-        contains the dim and the stride of this cut. This rank stores rows of the part with index `part`, beginning with
-        row `row` of this part.
+        A tuple (cut, num_parts, part, row). Tensor parallelism splits the parameter into `num_parts` parts, along the
+        dim and with the stride that `cut` contains. The rows on this rank belong to the part with index `part`, and
+        `row` is the index of the first of these rows within the part.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -224,11 +227,11 @@ class _MegatronFSDPHost(Host):
             )
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Replace the step that `fully_shard_optimizer` takes only to create state. `fully_shard_optimizer` sets all
-        gradients to zero but does not change lr, so an ordinary step would decay weights and increase the step count.
+        """Replace the step that `fully_shard_optimizer` takes only to create state. It sets all gradients to zero but
+        does not change lr, so an ordinary step would decay weights and increase the step count.
 
-        Such a step is identified by its caller, which is the same on every rank. Zero gradients would not be a reliable
-        criterion, because real gradients can be zero on some ranks.
+        The step is recognized by its caller, which is the same on every rank. Zero gradients are not a reliable sign,
+        because real gradients can be zero on some ranks.
         """
         return core.complete_state if plain and self.caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
@@ -238,7 +241,7 @@ class _MegatronFSDPHost(Host):
         parameter get offsets. A rank that stores no part of a parameter does not save the parameter's plain state
         tensors, such as step counts.
 
-        Tensor-parallel parts are saved one after another, even if tensor parallelism shards the parameter with a
+        The parts that tensor parallelism makes are saved one after another, even if it shards the parameter with a
         stride. Megatron-FSDP saves weights in the same way.
         """
         for param, values in core.state.items():

@@ -14,12 +14,12 @@ from shardmuon.muon import Muon
 
 
 class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
-    """torchtitan's optimizers container for `Muon`. Select it in torchtitan's config:
-    ``config.optimizer = MuonOptimizers.Config(options={"lr": 0.02})``.
+    """torchtitan's optimizers container for `Muon`. Select it in torchtitan's config: ``config.optimizer =
+    MuonOptimizers.Config(options={"lr": 0.02})``.
 
     Raises:
-        ValueError: The config sets `param_groups`, by which torchtitan itself would assign parameters to groups; or
-            there are several model parts whose AdamW learning rates would differ.
+        ValueError: The config sets `param_groups`, with which torchtitan itself would assign parameters to groups; or
+            AdamW's learning rate would differ between several model parts.
     """
 
     @dataclass(kw_only=True, slots=True)

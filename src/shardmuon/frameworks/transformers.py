@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class MuonFactory:
-    """Factory that makes a Trainer's optimizer from the model when the Trainer calls it.
+    """Factory that a Trainer calls with the model to make its optimizer.
 
-    Options that are not given are taken from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate``
-    and ``weight_decay``; ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
-    ``adam_epsilon``. If the Trainer later wraps the model in DistributedDataParallel, the ranks divide the optimizer's
-    work among themselves.
+    Options that are not given are taken from the TrainingArguments: ``lr`` from ``learning_rate``, ``weight_decay``
+    from ``weight_decay``, and AdamW's ``betas`` and ``eps`` from ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``.
+    If the Trainer later wraps the model in DistributedDataParallel, the ranks divide the optimizer's work among
+    themselves.
 
     Args:
         args: The Trainer's arguments.
@@ -40,8 +40,8 @@ class MuonFactory:
         self._options = options
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
-        """Make the optimizer. The Trainer expects a factory class, so it first calls this object without a model to
-        create a factory, and then calls the factory with the model.
+        """Make the optimizer. The Trainer expects a factory class. So it first calls this object without a model, which
+        returns the object itself, and then calls the object again with the model.
 
         Args:
             model: Model to optimize. If None, the factory itself is returned.
@@ -70,9 +70,9 @@ def _replicas(model: nn.Module) -> Any:
     the Trainer will not use DistributedDataParallel.
 
     The model is not wrapped yet, but accelerate's `distributed_type` shows which wrapper the Trainer will use. Types
-    such as MULTI_GPU and MULTI_CPU stand for DistributedDataParallel. FSDP and DeepSpeed have other types, for which
-    the result is None, because they shard the parameters themselves. The result is also None for a model that is
-    already tensor parallel (`tp_plan`), because its parameters are DTensors, whose meshes list the ranks.
+    that begin with "MULTI_", such as MULTI_GPU, stand for DistributedDataParallel. FSDP and DeepSpeed, which shard the
+    parameters themselves, have other types. The result is also None for a model that is already tensor parallel
+    (`tp_plan`): its parameters are DTensors, and their meshes already contain the ranks.
     """
     from accelerate.state import AcceleratorState, is_initialized
 
