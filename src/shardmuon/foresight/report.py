@@ -232,8 +232,8 @@ class Price:
         Args:
             plan: Plan of an existing optimizer, or a plan constructed by hand.
             gpu: Name of a hardware file in the package, such as "h100", path to a hardware file, or a `Hardware`.
-            gpus_per_node: Number of ranks per node, which are assumed to be connected by fast links. Default: the number
-                in the hardware file.
+            gpus_per_node: Number of ranks per node, which are assumed to be connected by fast links. Default: the
+                number in the hardware file.
 
         Raises:
             ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
