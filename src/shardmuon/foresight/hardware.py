@@ -1,24 +1,25 @@
 """Performance data of machines: peak FLOP/s, memory, links, latencies, and the fraction of the peak FLOP/s that matrix
 products of realistic sizes reach.
 
-`Rates` estimates how many seconds matrix products, all-to-all exchanges and passes over memory take. Each estimate has
-a best, a middle and a worst value, computed from the best, middle and worst values of the numbers in the machine's
-file. The file (in `data/hardware/`) gives the source of each number and states whether the number was checked. `Rates`
-records which unchecked numbers an estimate used, and which tables it extrapolated.
+Each machine has a file in `data/hardware/`. The file gives the source of each number and states whether the number was
+checked. `Rates` estimates how many seconds matrix products, all-to-all exchanges and passes over memory take on the
+machine. Each estimate has a best, a middle and a worst value, computed from the best, middle and worst values of the
+numbers in the file. `Rates` records which unchecked numbers it used, and which tables it extrapolated.
 
 [Note: how an exchange is timed]
-    NCCL implements an all-to-all as sends and receives, and its cost model does not cover an all-to-all. Within a node,
-    `Rates` uses the times in the machine's file that were measured for an all-to-all, if there are any. Otherwise, the
-    estimate is the sum of a latency, a latency per peer, and the transfer time. The links within a node and the network
-    transfer data at the same time, so the slower of the two determines the transfer time. Each rank has only its own
-    share of the network bandwidth, because an all-to-all cannot use the NICs of other ranks (see nccl-tests#267).
+    NCCL implements an all-to-all as sends and receives, and its cost model does not cover an all-to-all. For an
+    all-to-all within a node, `Rates` uses the measured times in the machine's file, if there are any. Otherwise, the
+    estimate is the sum of a fixed latency, a latency for each peer, and the transfer time. The links within a node and
+    the network transfer data at the same time, so the slower of the two determines the transfer time. Each rank has
+    only its own share of the network bandwidth, because an all-to-all cannot use the NICs of other ranks (see
+    nccl-tests#267).
 
 [Note: batches]
     Matrices of the same shape are processed in batches. The batch size depends on the shape and the device. The last
     batch is padded with zeros. The padding takes time, but the plan does not count it as work. With a good library, a
-    batch of small products can run as efficiently as one large product. The estimate covers both extremes: a batch is
-    only as efficient as one of its matrices alone, or it is as efficient as a single matrix that takes as many
-    operations as the whole batch.
+    batch of small products can run as efficiently as one large product. The estimate ranges between two extremes: a
+    batch that is only as efficient as one of its matrices alone, and a batch that is as efficient as a single matrix
+    with the same number of operations.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from numpy.typing import NDArray
 from shardmuon.orthogonalize import batch_size
 
 # Bytes that each pass over memory reads and writes per fp32 element. Each pass is a sequence of foreach kernels.
-# `Rates.passed` adds the bytes that are read from receive buffers and written to send buffers, because they depend on
-# the dtype of the exchange. G is the gradient, B the momentum buffer, U the update, W the weight.
+# `Rates.passed` adds the bytes that are read from receive buffers and written to send buffers, which depend on the
+# dtype of the exchange. G is the gradient, B the momentum buffer, U the update, W the weight.
 #   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the send buffer).
 #   momentum: only the first lerp of "pack". This pass updates the momentum of elements that another replica sends.
 #   apply: scale (read W, write W), add (read U, read W, write W). With a 2-byte exchange dtype, `Rates.passed` adds a
@@ -46,8 +47,9 @@ from shardmuon.orthogonalize import batch_size
 #   adamw: The fused kernel reads the parameter, the gradient and both moments, and writes all except the gradient.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 # Number of kernel launches in five Newton-Schulz steps, by orthogonalization method. Launches were counted as the
-# operations, other than views, that a TorchDispatchMode sees. Each batch needs this number of launches, or each matrix
-# if the method does not batch matrices. For small matrices, launching the kernels can take longer than running them.
+# operations, other than views, that a TorchDispatchMode sees. Each batch needs this number of launches, and so does
+# each matrix if the method does not batch matrices. The launch time is a lower bound on the estimated time, which
+# matters for small matrices.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 # Dict with the meaning and unit of each number in a hardware file. A key is either the name of a number or the common
@@ -137,8 +139,8 @@ class _Known:
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
     """Interpolate linearly in the logarithms of position and value. `values` were measured at the positions `places`,
-    which are in ascending order. A measured position returns exactly the measured value. A position outside the
-    measured range returns the value at the nearest end of the range."""
+    which are in ascending order. At a measured position, the result is exactly the measured value. Outside the measured
+    range, the result is the value at the nearest end of the range."""
     above = bisect_left(places, at)
     if above == len(places) or above == 0 or places[above] == at:
         return values[min(above, len(places) - 1)]

@@ -3,7 +3,7 @@
 [Note: units]
     A unit is a set of parameters that are planned together: the parameters of one pipeline stage or, under ZeRO, those
     of one optimizer group in a stage. The functions in layout/ that compute the layouts of a real job's tensors also
-    compute these layouts, so the plan has the same digests as in the real job.
+    compute these layouts, so the plan has the same digests as the plan of the real job.
 """
 
 from __future__ import annotations

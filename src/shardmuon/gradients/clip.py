@@ -11,14 +11,14 @@ bit, or all ranks raise an error.
     can have replicas on other ranks (in layers that tensor parallelism does not shard) or none (in experts and pipeline
     stages). The gradients of such tensors are called loose in this file.
 
-    To find replicas, each rank sorts its loose gradients by tensor shape and by the set of ranks that store the tensor,
-    and computes one norm for each shape and set. If two ranks have the same position in their sets and get the same
-    norm, their gradients are treated as replicas and counted once. Norms of few elements can be equal by chance. So
-    replicas of small gradients must also agree in the norm of all loose gradients on their set of ranks.
+    To find replicas, each rank groups its loose gradients by shape and by the set of ranks that store the tensor, and
+    computes one norm per group. If two ranks have the same position in their sets and get the same norm, their
+    gradients are treated as replicas and counted once. Norms of few elements can be equal by chance. So small gradients
+    are treated as replicas only if the norms of all loose gradients on these sets of ranks are equal, too.
 
-    If other parameters are sharded or replicated over some ranks, loose gradients of plain tensors must be equal on
-    these ranks, because unequal gradients are probably replicas that were not averaged. This rule does not apply if all
-    of these ranks are in the `process_group` that is passed to `clip_grad_norm_`.
+    If any parameter is sharded or known to be replicated over a set of ranks, the loose gradients of plain tensors must
+    be equal on these ranks, because unequal gradients are probably replicas that were not averaged. This rule does not
+    apply if all of these ranks are in the `process_group` that is passed to `clip_grad_norm_`.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def clip_grad_norm_(
             such ranks.
         max_norm: Largest allowed norm.
         norm_type: Order p of the p-norm, above 0; inf selects the largest absolute value.
-        error_if_nonfinite: If True, raise an error if the norm is inf or nan. If False, such a norm multiplies the
-            gradients by 0 or nan, as in torch.
+        error_if_nonfinite: If True, raise an error if the norm is inf or nan. If False, the gradients are then
+            multiplied by 0 or nan, as in torch.
         process_group: Group whose ranks compute one norm, together with all ranks that store other parts or replicas of
             their parameters. Needed with pipeline stages, and for experts that exist on only one rank.
 
@@ -190,12 +190,12 @@ class _BoundGradients(Agreed):
     Attributes:
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
         engines: For each parameter, the engine (storage adapter) that accesses the parameter's local storage.
-        key: Identifies the parameters, layouts and options. A later call can use the cache if its own key is equal.
+        key: Key that identifies the parameters, layouts and options. A later call with an equal key can use the cache.
         counted: Indices of the parameters whose local gradients this rank counts in the norm. Ranks that store replicas
             of these gradients do not count them.
-        loose: Indices of the parameters with loose gradients, which may have replicas on other ranks ([Note: who sums
-            with whom]), as a dict from (ranks that store the parameter, shape) to indices. For a plain tensor without a
-            process group, the only known rank is this rank.
+        loose: Dict from (ranks that store the parameter, shape) to the indices of parameters with loose gradients.
+            These are gradients that may have replicas on other ranks ([Note: who sums with whom]). For a plain tensor
+            without a process group, the only known rank is this rank.
         lines: Description of each parameter in error messages, equal on all ranks that store the parameter.
         compared: For each parameter, True if its gradient must exist either on all ranks that store the parameter or on
             none of them.
@@ -280,7 +280,7 @@ class _Clipping(TableCall[_BoundGradients]):
         held: Dict from a parameter's index to the local storage of its gradient. Gradients that have no elements on
             this rank are left out.
         states: `GradientState` of each parameter's gradient.
-        counted: Norm of the gradient elements that this rank counts, without loose gradients.
+        counted: Norm of the gradient elements that this rank counts, excluding loose gradients.
         loose: One tuple (fingerprint, norm, alone) per set of ranks and shape of this rank's loose gradients, which may
             have replicas on other ranks ([Note: who sums with whom]). Replicas have equal fingerprints. `alone` is True
             if the set contains only this rank, as for plain tensors without a process group.
@@ -354,8 +354,8 @@ class _Clipping(TableCall[_BoundGradients]):
         for (ranks, shape), norm in norms.items():
             facts: tuple[Any, ...] = ranks.index(my_rank()), shape, norm
             # Loose gradients that may be replicas of each other are recognized by equal norms. Norms of fewer than 64
-            # bf16 elements per rank are often equal by chance (norms of single elements in 1 of 500 pairs). For such
-            # small gradients, the norms of all loose gradients on these ranks must be equal, too.
+            # bf16 elements per rank are often equal by chance (for single elements, in 1 of 500 pairs). For such small
+            # gradients, the norms of all loose gradients on these ranks must be equal, too.
             if math.prod(shape) * len(kept.loose[ranks, shape]) < 64 * len(ranks):
                 facts += (_combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
             if norm:
