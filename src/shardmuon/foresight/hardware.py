@@ -47,9 +47,9 @@ from shardmuon.orthogonalize import batch_size
 #   adamw: The fused kernel reads the parameter, the gradient and both moments, and writes all except the gradient.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 # Number of kernel launches in five Newton-Schulz steps, by orthogonalization method. Launches were counted as the
-# operations, other than views, that a TorchDispatchMode sees. Each batch needs this number of launches, and so does
-# each matrix if the method does not batch matrices. The launch time is a lower bound on the estimated time, which
-# matters for small matrices.
+# operations, other than views, that a TorchDispatchMode sees. The number applies to a batch, or to a single matrix if
+# the method does not batch matrices. The launch time is a lower bound on the estimated time, which matters for small
+# matrices.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 # Dict with the meaning and unit of each number in a hardware file. A key is either the name of a number or the common

@@ -281,7 +281,7 @@ _LAST = (
 
 
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
-    """Return the values of the dims and conditions that the parameter tables `_FIRST`, `_LAYER` and `_LAST` name. A
+    """Return the values of all dims and conditions that occur in the parameter tables `_FIRST`, `_LAYER` and `_LAST`. A
     condition is true if its value is not 0.
 
     Args:

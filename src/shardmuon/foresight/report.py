@@ -6,9 +6,10 @@ performance data of the hardware. Nothing is measured or run.
 
 [Note: the width of an interval]
     Each uncertain factor (`_FACTORS`) has a best, a middle and a worst value. At one end of the interval, all factors
-    have their best values; at the other end, all have their worst values. To find the share of the width that one
-    factor causes, the step is simulated with the factor's best and worst values, while all other factors keep their
-    middle values. The report names the factors with the largest shares.
+    have their best values; at the other end, all have their worst values. To find a factor's share of the width, the
+    step is simulated twice, with the factor's best and worst values. All other factors keep their middle values. The
+    share is the difference between the two times, divided by the width. The report names the factors with the largest
+    shares.
 """
 
 from __future__ import annotations

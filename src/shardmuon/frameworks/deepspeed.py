@@ -13,9 +13,9 @@ All code that reads private attributes of DeepSpeed is in this file. shardmuon n
     rank's 1-D fp32 partition of a group (ZeRO stages 1 and 2, and the BF16 optimizer) or of a sub-group (ZeRO stage 3).
     DeepSpeed reduces, unscales and clips the gradients of flat buffers before it calls `step()`.
 
-    In a training step, stages 1 and 2 call `step()` once per group, and pass only this group. Stage 3 calls `step()`
-    once per sub-group, and leaves all other groups empty. The BF16 optimizer calls `step()` once. All ranks make the
-    same calls in the same order.
+    In a training step, stages 1 and 2 call `step()` once per group, with only this group in the optimizer. Stage 3
+    calls `step()` once per sub-group, with all other groups empty. The BF16 optimizer calls `step()` once. All ranks
+    make the same calls in the same order.
 
     The original parameters remain in the model. Their attributes show where their elements are stored:
     stages 1 and 2, BF16   see [Note: positions of parameters]
@@ -31,16 +31,17 @@ All code that reads private attributes of DeepSpeed is in this file. shardmuon n
     With ZeRO stages 1 and 2 and with the BF16 optimizer, the model parameters in a group are views of one buffer.
     DeepSpeed chooses the order of the parameters in this buffer (`round_robin_gradients`, `parameter_alignment`). The
     buffer is divided into equal parts, and the flat buffer on rank r of `_dp_group` is an fp32 copy of part r. So the
-    offset of a parameter in the model's buffer determines which of its elements are in a rank's flat buffer, and where.
+    offset of a parameter in the model's buffer determines which of its elements are in a rank's flat buffer, and at
+    which position.
 
     DeepSpeed's own record of these positions, `_hp_mapping`, follows the order of the groups, so it is wrong with
-    `round_robin_gradients` (0.19.8). So shardmuon only checks that the attribute exists.
+    `round_robin_gradients` (0.19.8). Therefore, shardmuon only checks that the attribute exists.
 
 [Note: what is swapped]
     With NVMe offload of optimizer state, ZeRO stage 3 swaps a sub-group to files if the rank's part of the sub-group
     has at least max(1 MiB, `aio.block_size`) bytes. Smaller sub-groups stay in memory. The files contain the
     sub-group's weights, all state tensors that are as long as its flat buffer (except tensors with `swappable =
-    False`), and gradients of at least this size. The flat buffer and its state tensors are in memory only while the
+    False`), and all gradients of at least this size. The flat buffer and its state tensors are in memory only while the
     flat buffer is stepped. At other times, they are empty.
 
 [Note: alignment of swapped gradients]
@@ -722,7 +723,7 @@ def _refuse_swaps(parts: Sequence[tuple[str, _Slice, Tensor]], zero3: Any) -> No
 
 def _refuse_loaded(step: FrameType | None) -> None:
     """Raise ValueError if a checkpoint was loaded with `engine.load_checkpoint` instead of this module's
-    `load_checkpoint`. Only then is the engine's attribute `loaded_checkpoint_dp_world_size` not None.
+    `load_checkpoint`. After such a call, the engine's attribute `loaded_checkpoint_dp_world_size` is not None.
 
     Args:
         step: Stack frame of the engine's method that calls `step()`; None if there is no such frame.

@@ -93,7 +93,8 @@ def get_megatron_optimizer(
         overrides: (pattern, choice) pairs (see `shardmuon.param_groups`). Patterns are matched against the model's
             parameter names without the prefix ``module.`` that wrappers add.
         use_gloo_process_groups: If True, the distributed optimizer gets a gloo group, which some checkpoint formats
-            need. As in Megatron's own function, the argument has no effect if `pg_collection` is given.
+            need. The argument corresponds to the argument of Megatron's own function. It has no effect if
+            `pg_collection` is given.
         **muon_options: Options of `Muon`, such as ``method`` and ``momentum``. They take precedence over `config`.
 
     Returns:
@@ -371,8 +372,8 @@ def _wrapped(
         groups: Megatron's process groups.
         expert: True for the experts' optimizer.
         chunks: Model chunks.
-        shared: Process groups of the distributed optimizer, by Megatron's names. None if there is no distributed
-            optimizer, so that every replica has the complete main weights.
+        shared: Process groups of the distributed optimizer, by Megatron's names. None without the distributed
+            optimizer; every replica then has the complete main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:

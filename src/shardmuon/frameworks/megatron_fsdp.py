@@ -227,8 +227,8 @@ class _MegatronFSDPHost(Host):
             )
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Replace the step that `fully_shard_optimizer` takes only to create state. It sets all gradients to zero but
-        does not change lr, so an ordinary step would decay weights and increase the step count.
+        """Replace the step that `fully_shard_optimizer` takes only to create state. `fully_shard_optimizer` sets all
+        gradients to zero but does not change lr, so an ordinary step would decay weights and increase the step count.
 
         The step is recognized by its caller, which is the same on every rank. Zero gradients are not a reliable sign,
         because real gradients can be zero on some ranks.
@@ -241,8 +241,8 @@ class _MegatronFSDPHost(Host):
         parameter get offsets. A rank that stores no part of a parameter does not save the parameter's plain state
         tensors, such as step counts.
 
-        The parts that tensor parallelism makes are saved one after another, even if it shards the parameter with a
-        stride. Megatron-FSDP saves weights in the same way.
+        Tensor-parallel parts are saved one after another, even if the parameter is sharded with a stride. Megatron-FSDP
+        saves weights in the same way.
         """
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():
