@@ -399,8 +399,8 @@ class _DeepSpeedHost(Host):
         self._flats = {id(flat): _Flat(core, *self.groups[index][:2], flat, zero3) for index, flat in flats}
 
     def _complete_state(self, state: dict[str, Any], known: _Flat) -> None:
-        """Create the missing state of a flat buffer, filled with zeros. DeepSpeed looks for state only once, after the
-        first flat buffer has been stepped, so all state must exist by then.
+        """Create the missing state of a flat buffer, filled with zeros. DeepSpeed looks for state only after the first
+        flat buffer has been stepped, so all state must exist by then.
 
         Raises:
             ValueError: The loaded momentum does not have the shape of the flat buffer.
