@@ -129,9 +129,9 @@ class Bucket(NamedTuple):
         kind: Type of the device on which the parameters are, such as "cuda".
         itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the matrices in `Plan.items`.
-        gathers: True if parts of matrices, or state, must be sent to or from a rank that orthogonalizes a matrix. False
-            if each of these ranks already stores whole matrices, for example because the parameters are replicated. An
-            exchanged bucket then only needs a relay, the exchange that sends results to the other replicas.
+        gathers: True if parts of matrices, or state, must be sent to or from a rank that orthogonalizes a matrix.
+            False, for example, if all matrices are plain replicas. Such a bucket needs only a relay, the exchange that
+            sends results from one replica to the others.
     """
 
     ranks: Ranks
