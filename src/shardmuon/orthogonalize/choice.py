@@ -1,7 +1,8 @@
 """Choice of the orthogonalization method and dtype for each matrix, either by the user or by a rule.
 
-Ranks that share a matrix must make the same choice, possibly without any communication. The rule therefore depends only
-on the matrix's shape, the Newton-Schulz coefficients, the dtype and the type of device, never on measured times.
+All ranks over which a matrix is sharded or replicated must make the same choice, possibly without any communication.
+The rule therefore depends only on the matrix's shape, the Newton-Schulz coefficients, the dtype and the type of device,
+never on measured times.
 """
 
 from __future__ import annotations

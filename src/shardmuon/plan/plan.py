@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
     Attributes:
         layout: Layout of the state tensor, which has one 1 x n matrix for each matrix of the parameter. A rank stores
-            all of such a 1 x n matrix or none of it.
+            such a 1 x n matrix as a whole or not at all.
         travels: True if the rank that orthogonalizes a matrix also updates the matrix's state values and must send them
             to all ranks that store them.
     """
@@ -70,8 +70,7 @@ class Policy(NamedTuple):
             On other devices, it chooses 1/32 of the matrices' total size in fp32, but at least 32 MiB.
         machine: Rates and latencies of the machine, from which the time of a step is estimated.
         each: True if the planner may let every replica orthogonalize all matrices itself where that is faster. Must be
-            False if the ranks' machines differ. In that case, results may not be bitwise equal, so replicas would
-            diverge.
+            False if the ranks' machines differ, because replicas could then compute different bits and diverge.
     """
 
     bucket_bytes: int | None = None

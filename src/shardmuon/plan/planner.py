@@ -50,7 +50,7 @@ _Share = list[Item]  # share: matrices that are planned as one bucket, which is 
 
 
 class _Way(NamedTuple):
-    """One choice of owners and buckets for the matrices that a set of ranks shares.
+    """One choice of owners and buckets for the matrices that are sharded or replicated over one set of ranks.
 
     Attributes:
         items: The matrices and their owners, the ranks that orthogonalize them.
@@ -81,9 +81,9 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> _Way:
-    """Choose buckets and owners for the matrices that a set of ranks shares. An owner is a rank that orthogonalizes a
-    matrix. By default, all ranks divide the matrices among themselves. If it is estimated to save enough time, every
-    replica orthogonalizes all matrices itself instead."""
+    """Choose buckets and owners for the matrices that are sharded or replicated over one set of ranks. An owner is a
+    rank that orthogonalizes a matrix. By default, all ranks divide the matrices among themselves. If it is estimated to
+    save enough time, every replica orthogonalizes all matrices itself instead."""
     owners = _owners(specs, drafts, ranks, policy.machine)
     shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
     each = _each_for_itself(specs, drafts, policy.machine) if policy.each else {}
@@ -126,7 +126,8 @@ def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
 
 
 def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine: Machine) -> dict[_Key, int]:
-    """Choose an owner for each matrix that a set of ranks shares. The owner is the rank that orthogonalizes the matrix.
+    """Choose an owner for each matrix that is sharded or replicated over one set of ranks. The owner is the rank that
+    orthogonalizes the matrix.
 
     Matrices with a single candidate are assigned first. The others follow in order of decreasing cost. Each matrix goes
     to the candidate with the least work so far. Among candidates with equal work, the replica to which the fewest
@@ -134,7 +135,8 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
     are still tied, owners alternate between nodes.
 
     At the end, matrices that are stored only on an overloaded rank are moved to the rank with the least work on the
-    same node. This helps if all ranks store experts, but only a few ranks also orthogonalize matrices of other layers.
+    same node if this can save time. Moving them helps if all ranks store experts, but only a few ranks also
+    orthogonalize matrices of other layers.
     """
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % machine.per_node, rank)))
     place, node = {rank: at for at, rank in enumerate(ranks)}, np.array(ranks) // machine.per_node
@@ -162,9 +164,9 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
 
 
 def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
-    """Return whether a step can become faster if another rank than the one that stores a matrix orthogonalizes it. The
-    matrix must be stored on a single rank and have no state of the Muon variant. Its orthogonalization at the machine's
-    peak rate must take longer than sending the matrix to another rank and back."""
+    """Return whether a step can become faster if a matrix is orthogonalized on a rank that does not store it. Three
+    conditions must be met: a single rank stores the matrix, the Muon variant has no state for it, and orthogonalizing
+    it at the machine's peak rate takes longer than sending it to another rank and back."""
     way = 2 * spec.itemsizes[item.matrix] * item.numel
     worth = item.cost * machine.link > way * machine.half * 1000
     return worth and not spec.kept and len(item.owners) == len(spec.layout.tiles[item.matrix]) == 1
@@ -172,8 +174,8 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Machine) -> dict[_Key, Item]:
     """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all matrices itself. Return
-    a dict from each matrix's key to an `Item` with these owners. The dict contains only matrices whose layouts divide
-    the ranks into replicas in the most frequent way."""
+    a dict from each matrix's key to an `Item` with these owners. If the matrices' layouts divide the ranks into
+    replicas in different ways, the dict contains only the matrices with the most frequent division."""
     divisions = Counter(specs[item.param].layout.replicas for item in drafts)
     replicas = max(divisions, key=divisions.__getitem__, default=())
     if len(replicas) < 2:
@@ -285,9 +287,9 @@ def _by_price(
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
-    """Yield several divisions of exchanged matrices into buckets, from which the caller chooses the best. An owner is a
-    rank that orthogonalizes matrices. The matrices are first divided into waves, each with matrices of all owners. Then
-    each wave becomes one bucket, or several buckets with different owners. Several numbers of waves are tried."""
+    """Yield several divisions of exchanged matrices into buckets, from which the caller chooses the best. The matrices
+    are first divided into waves, and several numbers of waves are tried. A wave contains matrices for all ranks that
+    orthogonalize matrices. It then becomes one bucket, or it is divided into buckets for different ranks."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -319,10 +321,10 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]) -> list[_Share]:
-    """Split waves into buckets. A wave contains matrices of all owners, the ranks that orthogonalize matrices. Each
-    bucket contains the matrices of some owners. The last wave is split into `tail` buckets, and every other wave into
-    half as many. To balance the exchanges that send results to other replicas, the owners of each replica are spread
-    evenly over the buckets of a wave."""
+    """Split waves into buckets. A wave contains matrices for all ranks that orthogonalize matrices. A bucket contains
+    the matrices for some or all of these ranks. The last wave is split into `tail` buckets, and every other wave into
+    half as many. The ranks of each replica are spread evenly over the buckets of a wave, to balance the exchanges that
+    send results to other replicas."""
     found: list[_Share] = []
     for wave in waves:
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]

@@ -130,7 +130,7 @@ class Program:
         batch_numel: Size of the buffer that contains all batches, in elements.
         own: Stored parts of the matrices that this rank orthogonalizes, with their places in the buffer of batches.
         gather: Exchange that collects the parts of each matrix on the rank that orthogonalizes it.
-        scatter: Exchange that returns the results.
+        scatter: Exchange that returns the results to ranks that store parts of the matrices.
         relay: Exchange that forwards the results to other replicas; None if no matrix of the bucket needs it.
     """
 
@@ -252,7 +252,7 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
 def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
 ) -> tuple[Ints, tuple[Load, ...], tuple[Load, ...]]:
-    """Arrange the buffer that a rank sends or receives in an exchange. The buffer has one section for each rank at the
+    """Lay out the buffer that a rank sends or receives in an exchange. The buffer has one section for each rank at the
     other end. A section contains tiles (parts of matrices), followed by state values if `kept` is True. Return the
     number of elements in each section, the tiles with their places, and the state values with their places."""
     at, splits, loads = 0, list[int](), list[Load]()

@@ -7,9 +7,9 @@ and an `overlap` of 0.5, the arithmetic is exact, so all ranks get the same resu
 [Note: two clocks]
     A rank computes one operation at a time, and its links carry one exchange at a time. An exchange starts when all of
     its ranks have posted it. Ranks compute during exchanges: while bucket i is orthogonalized, bucket i+1 is gathered,
-    and bucket i-1 is scattered or relayed (sent to other replicas). Only a fraction of an exchange can overlap with
-    computation. The fraction is unknown, so it is a parameter (`overlap`). The rest of an exchange progresses only
-    while a rank waits for the exchange.
+    and bucket i-1 is scattered or relayed (sent to other replicas). The fraction of an exchange that can overlap with
+    computation is unknown, so it is a parameter (`overlap`). The rest of an exchange progresses only while a rank waits
+    for the exchange.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
 
     There is one exception. If buckets b and b + 1 have the same ranks, the relay of b is posted after the wait for the
     gather of b + 1. The exception is safe, because these ranks take part in both buckets and in no bucket between them.
-    If buckets b and b + 1 have different ranks, the relay of b is posted before that wait.
+    If buckets b and b + 1 have different ranks, the relay of b is posted before the wait for the gather of b + 1.
 
     Args:
         relays: For each bucket of this rank, in the plan's order, whether the bucket has a relay.

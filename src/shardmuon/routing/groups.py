@@ -14,10 +14,10 @@ same result without communication, whether the model is already sharded or not.
        (Hugging Face's classifiers), the last linear layer with `num_labels` rows is an output head.
     2. Let V be the number of rows of an embedding. A linear layer with V rows is an output head if nothing in the model
        reads V features, that is, no layer has V inputs, and no norm or embedding has width V. If
-       `get_input_embeddings()` names embeddings, the other embeddings do not count, because tables of positions or
-       token types are not vocabularies. In a repeated block, only the last matrix can be an output head by this rule.
-       For example, a byte-level model has V = 256, but a key projection with 4 attention heads of 64 features also has
-       256 rows.
+       `get_input_embeddings()` names embeddings, only these and embeddings tied to other layers count, because tables
+       of positions or token types are not vocabularies. In a repeated block, only the last matrix can be an output head
+       by this rule. For example, a byte-level model has V = 256, but a key projection with 4 attention heads of 64
+       features also has 256 rows.
     3. If the model names no output head and rules 1 and 2 find none, V may also be a width of the model, such as 256 in
        a byte-level model of width 256. The output head is then the last linear layer with V rows outside the repeated
        blocks. If there is no such layer, the model is treated as a classifier: if its last module is a linear layer
@@ -85,8 +85,8 @@ class ParamGroups(list[dict[str, Any]]):
 
     Attributes:
         rows: One `RoutingRow` for each parameter, frozen parameters included, in model order.
-        matched: AdamW's lr divided by Muon's lr if `param_groups` chose AdamW's lr, which it does if no `adamw_lr` is
-            given. Otherwise None.
+        matched: Ratio of AdamW's lr to Muon's lr if `param_groups` chose the ratio because `adamw_lr` was not given.
+            Otherwise None.
     """
 
     def __init__(
@@ -130,9 +130,10 @@ class ParamGroups(list[dict[str, Any]]):
             given: Options that only `param_groups` takes, such as `overrides`. A value of None counts as not given.
 
         Raises:
-            TypeError: `params` is not a module, but options for `param_groups` are given. They would have no effect.
-            ValueError: `params` are groups in which `param_groups` chose an lr for AdamW that matches Muon's default
-                learning-rate scale. The optimizer's `adjust_lr_fn` selects a different scale.
+            TypeError: Options for `param_groups` are given, but `params` is not a module, so the options would have no
+                effect.
+            ValueError: In the groups `params`, `param_groups` chose an lr for AdamW that matches Muon's default
+                learning-rate scale, but the optimizer's `adjust_lr_fn` selects a different scale.
         """
         given = {key: value for key, value in given.items() if value is not None}
         if isinstance(params, nn.Module):
@@ -194,7 +195,7 @@ def param_groups(
         overrides: Pairs (pattern, choice), as a list or a dict. The first pair whose pattern matches a parameter
             applies. A pattern is a glob for parameter names, or a predicate (name, parameter, module) -> bool. A choice
             is "muon", "adamw" or a dict of group options, such as ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``.
-            If the dict does not contain ``use_muon``, the parameter's optimizer does not change.
+            A dict without ``use_muon`` sets options but does not change the parameter's optimizer.
         tp_group: Tensor-parallel process group over which plain parameters are sharded (see docs/tensor_parallel.md).
 
     Returns:
@@ -599,8 +600,8 @@ def _find_experts(weights: Sequence[_RoutedParam]) -> None:
     """Find routers, the matrices that choose among experts, and change their roles to "router". A stack of matrices
     that was recognized only by its shape gets the role "matrices" if a router confirms that the stack contains experts.
 
-    A router has one row per expert and the same input width as the experts. It is a sibling of the experts or of a
-    module that contains the experts. The experts are either a stack of shape (E, M, N) or a list of E modules. The
+    A router has one row per expert and the same input width as the experts. Its module is a sibling of the experts or
+    of a module that contains the experts. The experts are either a stack of shape (E, M, N) or a list of E modules. The
     modules must contain only linear layers, which excludes lists of transformer blocks, because these also have norms.
 
     All stacks of a module are confirmed together. What counts is the first stack in which the size of a matrix dim

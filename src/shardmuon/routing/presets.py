@@ -9,9 +9,9 @@
     subclasses. If unrelated classes have the same name, the name of the Python module is matched as well.
 
     A fused weight is split by default if its parts are certain: the type of its module is in this table, and the sizes
-    that are read from the module add up to the size of the weight. The weight then gets the same update as if its parts
-    were stored separately. Any other weight is not split. If its name suggests fused parts, the routing table shows
-    "fused?" and the override that splits the weight.
+    of the parts add up to the size of the weight. The weight then gets the same update as if its parts were stored
+    separately. Any other fused weight is not split. If its name suggests fused parts, the routing table shows "fused?"
+    and the override that splits the weight.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Binding(Agreed):
 
     Args:
         rank: Global rank for which the binding is made.
-        table: Layout table, which lists the piece of each parameter that each rank stores.
+        table: Layout table, which lists the pieces of each parameter that each rank stores.
         plan: Plan for the parameters of the table, which assigns each matrix to the ranks that orthogonalize it.
         members: The parameters of the table, in the same order.
         settings: Settings of each parameter's group.
@@ -84,12 +84,12 @@ class Binding(Agreed):
             For most parameters, the set contains all ranks over which the parameter is sharded or replicated. For a
             parameter in `lacking`, the set contains only the ranks that store elements of the parameter.
         elsewhere: Indices of the parameters in `lacking` that have no elements on this rank.
-        lacking: Dict from each set of ranks to the indices of parameters that are sharded over these ranks. The dict
-            contains only parameters whose gradient can be missing on a rank because the rank stores none of their
-            elements.
+        lacking: Dict from each set of ranks to the indices of parameters that are sharded or replicated over these
+            ranks. The dict contains only parameters whose gradient can be missing on a rank because the rank stores
+            none of their elements.
         bits: Dict from the index of each parameter in `lacking` to the position of the parameter's bit in the vote
             before a step. The bit shows whether any rank has the parameter's gradient.
-        num_bits: Number of such bits in the vote, which covers the parameters in `lacking` on all voting ranks.
+        num_bits: Number of these bits in the vote: one for each parameter that is in `lacking` on any voting rank.
         buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
             step without these parameters.
         weight_sets: Function that takes indices of parameters and returns the `WeightSet`s that compute the norms of
@@ -142,7 +142,8 @@ class Binding(Agreed):
         none of its elements. Bits are unique among all ranks that vote together.
 
         Args:
-            everyone: One dict per rank, from each set of ranks to the number of such parameters that the set shares.
+            everyone: One dict per rank, from each set of ranks to the number of such parameters that are sharded or
+                replicated over the set.
 
         Raises:
             Refused: There are more such parameters than bits in a vote.
@@ -271,7 +272,7 @@ def make_spec(
 
     Args:
         name: Name of the parameter in messages.
-        layout: Layout of the parameter, which lists the piece that each rank stores.
+        layout: Layout of the parameter, which lists the pieces that each rank stores.
         settings: Settings of the parameter's group.
         config: Options of the whole optimizer, which determine how each matrix is orthogonalized.
         device: Device of the parameter.
