@@ -13,10 +13,10 @@ input up to `_MARGIN`.
        tables "Schedules" and "Errors" in docs/orthogonalization.md. Append these rows.
     3. Add a line to CHANGELOG.md.
 
-    To check the schedule, run `pytest -k NAME tests/orthogonalize` (ten seconds). A schedule only needs to preserve
-    signs and to keep its outputs within bounds (see `Schedule.fault`). Do not add the schedule to other tests, which
-    are meant for particular schedules. A new row does not change the results of existing schedules, so it needs no
-    training curve and no new files in benchmarks/results.
+    To check the schedule, run `pytest -k NAME tests/orthogonalize`, which takes about ten seconds. A schedule only
+    needs to preserve signs and to keep its outputs within bounds (see `Schedule.fault`). Do not add the schedule to
+    other tests, which are meant for particular schedules. A new row does not change the results of existing schedules,
+    so it needs no training curve and no new files in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def schedule(coefficients: str | Sequence[float] | Sequence[Sequence[float]], st
             "you5", "deepseekv4").
         steps: Number of Newton-Schulz steps. The default is 5 for "keller", "polar_express" and a single triple, and
             the published number of steps for any other name. Only "keller", "polar_express" and a single triple allow a
-            different number. If one triple per step is given, `steps` is ignored, as in torch.
+            different number. If one triple per step is given, `steps` is ignored.
 
     Returns:
         The schedule. It is cached, because every optimizer step reads the coefficients of every parameter group.

@@ -1,6 +1,6 @@
-"""Planner, which makes plans. A plan assigns each matrix to an owner and to a bucket, so that an optimizer step takes
-as little time as possible. An owner is a rank that orthogonalizes the matrix. A bucket is a group of matrices that are
-exchanged together. All functions are pure.
+"""The planner, a set of pure functions that make plans. A plan assigns each matrix to an owner and to a bucket, so that
+an optimizer step takes as little time as possible. An owner is a rank that orthogonalizes the matrix. A bucket is a
+group of matrices that are exchanged together.
 
 [Note: balance within a set]
     Each parameter is sharded or replicated over a set of ranks, and a rank can belong to several sets. Work is balanced
@@ -82,8 +82,8 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> _Way:
     """Choose buckets and owners for the matrices that are sharded or replicated over one set of ranks. An owner is a
-    rank that orthogonalizes a matrix. By default, all ranks divide the matrices among themselves. If it is estimated to
-    save enough time, every replica orthogonalizes all matrices itself instead."""
+    rank that orthogonalizes a matrix. By default, all ranks divide the matrices among themselves. Every replica
+    orthogonalizes all matrices itself instead if this is estimated to save enough time."""
     owners = _owners(specs, drafts, ranks, policy.machine)
     shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
     each = _each_for_itself(specs, drafts, policy.machine) if policy.each else {}
@@ -215,9 +215,9 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
     """List all buckets of a plan in the order of their execution.
 
     A local bucket contains matrices that are not exchanged. Half of a rank's local buckets run before all exchanged
-    buckets and the other half after them, so that they overlap with exchanges. No local bucket runs between exchanged
-    buckets. Otherwise, ranks with local buckets would start their exchanges in a different order than ranks without
-    local buckets.
+    buckets and the other half after them, so that their computation overlaps with exchanges. No local bucket runs
+    between exchanged buckets. Otherwise, ranks with local buckets would start their exchanges in a different order than
+    ranks without local buckets.
     """
     alone = sorted(_together(specs, (item for item in items if item.route == "local")).items())
     local = [(alike, _local(alike, share, policy)) for alike, share in alone]
@@ -288,8 +288,9 @@ def _by_price(
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
     """Yield several divisions of exchanged matrices into buckets, from which the caller chooses the best. The matrices
-    are first divided into waves, and several numbers of waves are tried. A wave contains matrices for all ranks that
-    orthogonalize matrices. It then becomes one bucket, or it is divided into buckets for different ranks."""
+    are first divided into waves, and several numbers of waves are tried. Each wave contains some of the matrices that
+    each rank orthogonalizes. A wave then becomes one bucket, or it is divided into buckets with the matrices of
+    different ranks."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -321,8 +322,8 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]) -> list[_Share]:
-    """Split waves into buckets. A wave contains matrices for all ranks that orthogonalize matrices. A bucket contains
-    the matrices for some or all of these ranks. The last wave is split into `tail` buckets, and every other wave into
+    """Split waves into buckets. A wave contains some of the matrices that each rank orthogonalizes. Each bucket of a
+    wave contains the matrices of different ranks. The last wave is split into `tail` buckets, and every other wave into
     half as many. The ranks of each replica are spread evenly over the buckets of a wave, to balance the exchanges that
     send results to other replicas."""
     found: list[_Share] = []

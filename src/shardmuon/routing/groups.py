@@ -7,8 +7,8 @@ overrides. The groups, their order and the table follow from the model's structu
 same result without communication, whether the model is already sharded or not.
 
 [Note: output heads]
-    An output head is a layer that maps features to one logit per vocabulary entry. Nothing in torch marks output heads,
-    so these rules apply in order:
+    An output head is a layer that maps features to one logit per vocabulary entry or class. Nothing in torch marks
+    output heads, so these rules apply in order:
     1. Weights that are tied to an embedding (roles.py) are output heads. So are layers that the model names by
        `get_output_embeddings()` (Hugging Face) or `get_classifier()` (timm). In a module with an attribute `num_labels`
        (Hugging Face's classifiers), the last linear layer with `num_labels` rows is an output head.
