@@ -1,7 +1,8 @@
 """Choice of the orthogonalization method and dtype for each matrix, either by the user or by a rule.
 
-Ranks that share a matrix must make the same choice, even if each rank has a replica of the matrix and the ranks never
-communicate. So the rule depends only on shape, schedule, dtype and kind of device, never on measured times.
+All ranks over which a matrix is sharded or replicated must make the same choice, possibly without any communication.
+The rule therefore depends only on the matrix's shape, the Newton-Schulz coefficients, the dtype and the type of device,
+never on measured times.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ import torch
 from shardmuon.orthogonalize import ITERATIONS, flops, products_dtype
 from shardmuon.orthogonalize.schedules import Triples
 
-# Speed of bf16 products relative to fp32 on CPUs with bf16 instructions. It is 2.3 with AVX512-BF16 (measured) and
-# several times higher with AMX (not measured). A single value between the two makes ranks on different CPU models
-# choose the same method. With this value, "gram" is never chosen for five quintic steps, because it takes more than 1/5
-# of the work of "standard". On CPUs with AVX512-BF16, "gram" would be faster for matrices with n/m above 10.
+# Assumed speed of bf16 matrix products relative to fp32 on CPUs with bf16 instructions. The true ratio is 2.3 with
+# AVX512-BF16 (measured) and several times higher with AMX (not measured). A fixed value between the two makes ranks on
+# different CPU models choose the same method. With this value, "gram" is never chosen for five Newton-Schulz steps of
+# degree 5, where it takes more than 1/5 of the work of "standard". On CPUs with AVX512-BF16, "gram" would be faster for
+# matrices whose long side is more than 10 times the short side.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # "gram" is chosen if it takes less than this fraction of the time of "standard"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The method and dtype for the orthogonalization of one matrix.
+    """Method and dtype for orthogonalizing one matrix.
 
     Attributes:
         method: "standard", "gram" or "torch".
         dtype: Dtype of the matrix products.
-        reason: Reason for the choice, which the printed plan shows. A reason can name capabilities of one rank's
-            machine, so it is left out of the `repr`, by which ranks compare their plans.
+        reason: Explanation of the choice for the printed plan. Ranks compare their plans by `repr`. The reason is left
+            out of the `repr`, because it can mention features of one rank's machine.
     """
 
     method: str
@@ -48,10 +50,11 @@ class Choice:
         """Choose the orthogonalization method and dtype for one matrix.
 
         Args:
-            method: The user's method for all matrices, or "auto".
-            dtype: The dtype that the user chose for the products; None for the default of the method and the device.
+            method: Method that the user chose for all matrices, or "auto".
+            dtype: Dtype that the user chose for the matrix products. If None, use the default for the method and
+                device.
             shape: (rows, cols) of the matrix.
-            coefficients: One (a, b, c) per Newton-Schulz step.
+            coefficients: (a, b, c) of each Newton-Schulz step.
             device: Device on which the matrix is orthogonalized.
         """
         rule = ""

@@ -1,22 +1,22 @@
-"""Table of Newton-Schulz coefficient schedules, with the triple (a, b, c) of each step and the source.
+"""Table of Newton-Schulz coefficient schedules and their sources.
 
-One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. A schedule that flips a sign
-or diverges for inputs up to `_MARGIN` is rejected: after division by the Frobenius norm, singular values are at most 1,
-but rounding can lift them slightly above 1.
+A schedule is a tuple with one triple (a, b, c) for each Newton-Schulz step. A step maps every singular value s of a
+matrix to a s + b s^3 + c s^5. The matrix is first divided by its Frobenius norm, so its singular values are at most 1,
+but rounding can lift them slightly above 1. Therefore a schedule is rejected if it flips a sign or diverges for any
+input up to `_MARGIN`.
 
 [Note: to add one]
-    To add a schedule, change four files: this file, tests/schedule_cases.py, docs/orthogonalization.md and
-    CHANGELOG.md. New rows go last.
-    1. Add a row to `_SCHEDULES`; all other code reads this table. The row's source cites the publication of the
-       coefficients, or is "ours".
+    To add a schedule, change this file, tests/schedule_cases.py, docs/orthogonalization.md and CHANGELOG.md:
+    1. Append a row to `_SCHEDULES`, from which all other code reads schedules. Cite the publication of the coefficients
+       as the row's source, or write "ours".
     2. Run `.venv/bin/python tests/schedule_cases.py NAME`. It prints a row for `CASES` in that file, and rows for the
-       tables "Schedules" and "Errors" in docs/orthogonalization.md. Add these rows.
+       tables "Schedules" and "Errors" in docs/orthogonalization.md. Append these rows.
     3. Add a line to CHANGELOG.md.
 
-    `pytest -k NAME tests/orthogonalize` shows whether the schedule works (ten seconds). The only conditions are that
-    the schedule preserves signs and that its outputs stay within bounds (`Schedule.fault`). Do not add the schedule to
-    other tests, because they are meant to test particular schedules. A new row does not change the numerics, so it
-    needs no training curve and no new benchmarks/results.
+    To check the schedule, run `pytest -k NAME tests/orthogonalize`, which takes about ten seconds. A schedule only
+    needs to preserve signs and to keep its outputs within bounds (see `Schedule.fault`). Do not add the schedule to
+    other tests, which are meant for particular schedules. A new row does not change the results of existing schedules,
+    so it needs no training curve and no new files in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
 _KELLER = (3.4445, -4.7750, 2.0315)
 _TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: coefficients of the Taylor series of 1/sqrt up to second order
 
-# Dict from a schedule's name to the triples of the first steps, the triple of all further steps, and the source ("ours"
-# if the coefficients are not published elsewhere). If there is a triple for further steps, the schedule has five steps
-# by default and allows any other number. If there is None instead, the schedule has exactly the steps listed.
+# Dict from a schedule's name to a tuple of three entries: the triples of the first steps, the triple of all further
+# steps, and the source ("ours" for unpublished coefficients). A schedule with a triple for further steps has five steps
+# by default and allows any other number. A schedule with None in its place has exactly the listed steps.
 _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
     "keller": ((), _KELLER, "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's"),
     "quintic": (
@@ -155,14 +155,15 @@ def schedule(coefficients: str | Sequence[float] | Sequence[Sequence[float]], st
     """Make a schedule from a name, from one triple, or from one triple per step.
 
     Args:
-        coefficients: A name from the table in docs/orthogonalization.md, or a name that other libraries use for it
-            ("simple", "you5", "deepseekv4"), (a, b, c), or one (a, b, c) per step.
-        steps: Number of steps. Default: the number of published steps; 5 for "keller", "polar_express" and a single
-            triple. Only these three allow a number other than the default. If one triple per step is given, `steps` is
-            ignored, as in torch.
+        coefficients: A name, one triple (a, b, c) for all steps, or a sequence with one triple per step. Valid names
+            are those in docs/orthogonalization.md, and names that other libraries use for the same schedules ("simple",
+            "you5", "deepseekv4").
+        steps: Number of Newton-Schulz steps. The default is 5 for "keller", "polar_express" and a single triple, and
+            the published number of steps for any other name. Only "keller", "polar_express" and a single triple allow a
+            different number. If one triple per step is given, `steps` is ignored.
 
     Returns:
-        The schedule. It is cached, because every optimizer step reads the coefficients of every group.
+        The schedule. It is cached, because every optimizer step reads the coefficients of every parameter group.
 
     Raises:
         ValueError: The name is unknown, the number of steps is not allowed, or the schedule flips signs or diverges for

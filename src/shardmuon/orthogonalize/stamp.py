@@ -29,9 +29,11 @@ _STEERING = (
 
 
 def machine_stamp(device: torch.device, *, flags: bool = False) -> str:
-    """Describe a machine in one line: torch's version and build, and the CPU's vector instructions or the GPU's
-    architecture and number of SMs. If `flags` is True, the line also contains the process's global precision settings
-    for matrix products. Only method "torch" depends on these settings.
+    """Describe in one line the properties of a machine that affect the bits of matrix products.
+
+    The line contains torch's version and build, environment variables that influence BLAS libraries, and the CPU's
+    vector instructions or the GPU's architecture and number of SMs. If `flags` is True, it also contains the process's
+    global precision settings for matrix products, which affect only method "torch".
 
     Ranks with equal stamps compute equal bits. docs/architecture.md states how far this has been tested.
     """

@@ -17,14 +17,14 @@ from shardmuon.texts import table
 
 
 class Kept(NamedTuple):
-    """Description of an fp32 state tensor that one post-processing stage of a Muon variant needs, with a few values for
-    each matrix of a parameter. NorMuon's second moments are an example.
+    """An fp32 state tensor of a Muon variant, with a few values for each matrix of a parameter. For example, NorMuon
+    stores second moments in such a tensor.
 
     Attributes:
-        layout: Layout of the state tensor, which contains one matrix of shape 1 x n for each matrix of the parameter. A
-            rank stores either all or none of such a matrix.
-        travels: True if the rank that orthogonalizes a matrix also changes the values and must send them to all ranks
-            that store them.
+        layout: Layout of the state tensor, which has one 1 x n matrix for each matrix of the parameter. A rank stores
+            such a 1 x n matrix as a whole or not at all.
+        travels: True if the rank that orthogonalizes a matrix also updates the matrix's state values and must send them
+            to all ranks that store them.
     """
 
     layout: ParamLayout
@@ -32,19 +32,21 @@ class Kept(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Description of one parameter from which the planner makes plans.
+    """Description of one parameter, from which the planner makes plans.
 
     Attributes:
         name: Name of the parameter in messages and tables.
         layout: Layout of the parameter, which describes the pieces that each rank stores.
-        choices: For each matrix, the `orthogonalize.choice.Choice` of its method and dtype. Only matrices with equal
-            choices can be in the same batch.
-        costs: Floating point operations to orthogonalize each matrix.
-        itemsizes: For each matrix, the number of bytes per element when the matrix is sent.
-        batch: Text that lists the Newton-Schulz coefficients and the stages of the Muon variant. Only parameters with
-            equal texts can have matrices in the same batch.
-        kind: Type of the parameter's device, which is the same for all parameters of a bucket.
-        kept: State tensors with values per matrix, one for each variant stage that has such state.
+        choices: For each matrix, the `orthogonalize.choice.Choice` of method and dtype. All matrices of a batch must
+            have equal choices.
+        costs: For each matrix, the number of floating point operations to orthogonalize it.
+        itemsizes: For each matrix, the number of bytes per element when the matrix is sent to another rank.
+        batch: String that contains the Newton-Schulz coefficients and the post-processing stages of the Muon variant.
+            All parameters with matrices in the same batch must have equal strings.
+        kind: Type of the parameter's device, such as "cuda". All parameters of a bucket must have the same type of
+            device.
+        kept: State tensors of the Muon variant with values per matrix, one for each post-processing stage that needs
+            state.
     """
 
     name: str
@@ -58,18 +60,17 @@ class Spec(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Limits and machine rates that, together with the parameters, determine a plan.
+    """Limits and machine data that, together with the parameters, determine a plan.
 
     Attributes:
         bucket_bytes: Maximum total size of the matrices that one rank orthogonalizes in a bucket, in bytes of the dtype
-            in which matrices are sent. A larger matrix gets a separate bucket. If None, the planner chooses the size
-            that needs the least memory among sizes whose estimated time is at most 2% above the fastest. For matrices
-            that are not exchanged, the default is 4 MiB on a CPU. On other devices, it is 32 MiB or 1/32 of the size of
-            the matrices' momentum in fp32, whichever is larger.
-        machine: Rates of the machine, from which the time of a plan is estimated.
-        each: True if the planner may let every replica orthogonalize all of its matrices itself where that is faster.
-            Must be False if the ranks' machines differ, because their results may then not be bitwise equal, so that
-            replicas would diverge.
+            in which matrices are sent. A larger matrix gets its own bucket. If None, the planner chooses a maximum. For
+            exchanged matrices, it considers the sizes whose estimated step time is at most 2% above the shortest, and
+            chooses the one that needs the least memory. For matrices that are not exchanged, it chooses 4 MiB on a CPU.
+            On other devices, it chooses 1/32 of the matrices' total size in fp32, but at least 32 MiB.
+        machine: Rates and latencies of the machine, from which the time of a step is estimated.
+        each: True if the planner may let every replica orthogonalize all matrices itself where that is faster. Must be
+            False if the ranks' machines differ, because replicas could then compute different bits and diverge.
     """
 
     bucket_bytes: int | None = None
@@ -78,16 +79,16 @@ class Policy(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One matrix and its owners, the ranks that orthogonalize it.
+    """One matrix and its owners. An owner is a rank that orthogonalizes the matrix.
 
     Attributes:
-        param, matrix: Index of the parameter's `Spec` in the plan, and index of the matrix in the parameter's view.
+        param, matrix: Index of the parameter's `Spec` in the plan, and index of the matrix in the parameter.
         rows, cols: Shape of the matrix.
         owners: A single rank, or one rank per replica in the order of `ParamLayout.replicas`.
-        route: "local" if nothing is sent to orthogonalize the matrix; "owner" if an owner receives parts of the matrix
-            or sends the result to other ranks.
+        route: "local" if the matrix is orthogonalized without any exchange. "owner" if an owner receives parts of the
+            matrix or sends the result to other ranks.
         choice: `orthogonalize.choice.Choice` of the method and dtype for the matrix.
-        cost: Floating point operations to orthogonalize the matrix.
+        cost: Number of floating point operations to orthogonalize the matrix.
     """
 
     param: int
@@ -116,19 +117,20 @@ class Item(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Matrices that are processed together: exchanged between ranks and orthogonalized, or only orthogonalized. In a
-    plan, exchanged buckets are sorted by the first five of these fields.
+    """Matrices that are processed together. They are either exchanged between ranks and orthogonalized, or only
+    orthogonalized. A plan sorts exchanged buckets by the first five fields.
 
     Attributes:
-        ranks: Ranks of the exchange. If the bucket is not exchanged, the ranks that orthogonalize its matrices.
-        exchange: True if the bucket's matrices are exchanged between ranks, False if their `Item.route` is "local".
-        num_owners: Number of owners of each item, which is equal for all items of the bucket.
+        ranks: Ranks that exchange the bucket. If the bucket is not exchanged, the ranks that orthogonalize its
+            matrices.
+        exchange: True if the matrices are exchanged between ranks. False if every matrix's `Item.route` is "local".
+        num_owners: Number of ranks that orthogonalize each matrix. It is equal for all matrices of the bucket.
         kind: Type of the device on which the parameters are, such as "cuda".
         itemsize: Number of bytes per element when the matrices are sent.
-        items: Indices of the bucket's matrices in the plan's items.
-        gathers: True if parts of matrices or state must be sent to or from an owner. If an exchanged bucket does not
-            gather, because its matrices are plain replicas, for example, it needs only the relay, which sends the
-            results to the other replicas.
+        items: Indices of the matrices in `Plan.items`.
+        gathers: True if parts of matrices, or state, must be sent to or from a rank that orthogonalizes a matrix.
+            False, for example, if all matrices are plain replicas. Such a bucket needs only a relay, the exchange that
+            sends results from one replica to the others.
     """
 
     ranks: Ranks
@@ -142,17 +144,17 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Assignment of each matrix to its owners, the ranks that orthogonalize it, and to a bucket, a group of matrices
-    that are exchanged together.
+    """Assignment of each matrix to its owners and to a bucket. An owner is a rank that orthogonalizes the matrix. A
+    bucket is a group of matrices that are processed together.
 
     Attributes:
-        specs: Descriptions of the parameters for which the plan was made.
+        specs: Descriptions of the parameters that the plan covers.
         items: The matrices of all parameters, sorted by `Item.key`.
-        buckets: Buckets in the order in which every rank begins them. The order depends only on the contents of the
-            buckets, because ranks that exchange buckets with several sets of ranks could deadlock if they used
-            different orders.
-        notes: Lines that are printed below the plan, such as explanations of choices that depend on estimated times.
-        policy: Limits and machine rates that determined the plan, together with `specs`.
+        buckets: Buckets in the order in which every rank starts them. The order depends only on the contents of the
+            buckets. If ranks used different orders, they could deadlock, because a rank can exchange buckets with
+            several sets of ranks.
+        notes: Lines that are printed below the plan, such as explanations of choices based on estimated times.
+        policy: Limits and machine data from which the plan was made.
     """
 
     specs: tuple[Spec, ...]

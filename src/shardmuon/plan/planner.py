@@ -1,17 +1,18 @@
-"""The planner. It assigns each matrix to an owner, the rank that orthogonalizes the matrix, and to a bucket, a group of
-matrices that are exchanged together, so that a step takes as little time as possible. All functions are pure.
+"""The planner, a set of pure functions that make plans. A plan assigns each matrix to an owner and to a bucket, so that
+an optimizer step takes as little time as possible. An owner is a rank that orthogonalizes the matrix. A bucket is a
+group of matrices that are exchanged together.
 
 [Note: balance within a set]
-    Work is balanced separately within each set of ranks that share tensors. A rank can belong to several sets, but the
-    other ranks of a set do not know how much work this rank has in its other sets. All ranks of a set must choose the
-    same owners, so the choice depends only on data that all of these ranks know.
+    Each parameter is sharded or replicated over a set of ranks, and a rank can belong to several sets. Work is balanced
+    separately within each set. All ranks of a set must choose the same owners, so the choice depends only on data that
+    all of these ranks have. They do not know how much work a rank has in its other sets.
 
 [Note: the price of buckets]
-    The price of a choice is the estimated time of a step. To find the price, `price.clock` simulates the loop that
-    executes the buckets, for every rank that has the most to compute in at least one bucket. An exchange takes as long
-    as the rank that sends or receives the most data needs for it. Half of each exchange is assumed to overlap with
-    computation, for lack of a better estimate. Prices are integers (nanoseconds), so that all ranks get the same
-    results.
+    The price of a choice of buckets is the estimated time of a step. `price.clock` computes it by simulating the loop
+    that processes the buckets. Each rank that has the most to compute in at least one bucket is simulated. The time of
+    an exchange is determined by the rank that sends or receives the most data. For lack of a better estimate, half of
+    each exchange is assumed to overlap with computation. Prices are integers (nanoseconds), so that all ranks compute
+    the same prices.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from shardmuon.plan.plan import Bucket, Item, Plan, Policy, Spec
 from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
-# By default, replicas divide the work among themselves. Each replica orthogonalizes all matrices itself only if a step
-# with divided work is estimated to take at least `_NO_GAIN` percent of the time of a step without division, and longer
-# by at least `_LATENCIES` times the latency of an exchange between nodes.
+# By default, replicas divide the matrices among themselves. Let t be the estimated time of a step in which each replica
+# orthogonalizes all matrices itself. Such a step is chosen only if a step with divided work is estimated to take at
+# least `_NO_GAIN` percent of t, and at least t plus `_LATENCIES` times the latency of an exchange between nodes.
 _NO_GAIN = 102
 _LATENCIES = 3
 # Values that `_cuts` tries for the minimum number of waves. A wave is a part of the matrices that becomes one or more
@@ -49,14 +50,15 @@ _Share = list[Item]  # share: matrices that are planned as one bucket, which is 
 
 
 class _Way(NamedTuple):
-    """One choice of owners and buckets for the matrices that a set of ranks shares.
+    """One choice of owners and buckets for the matrices that are sharded or replicated over one set of ranks.
 
     Attributes:
-        items: The matrices with their owners.
-        moving: The exchanged buckets, grouped by their common properties, such as ranks and device type. A key is a
-            `Bucket` without items, which describes these properties. Its value has one list of matrices per bucket.
+        items: The matrices and their owners, the ranks that orthogonalize them.
+        moving: Dict of the exchanged buckets. A key is a `Bucket` without items. It describes properties that several
+            buckets have in common, such as ranks and device type. The value contains one list of matrices for each of
+            these buckets.
         ns: Estimated time of a step in nanoseconds, excluding matrices that a single rank stores and orthogonalizes.
-        notes: Lines of text in the printed plan that explain the choice.
+        notes: Lines in the printed plan that explain the choice.
     """
 
     items: Sequence[Item]
@@ -79,9 +81,9 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> _Way:
-    """Choose the owners (the ranks that orthogonalize a matrix) and the buckets for the matrices that a set of ranks
-    shares. Either all ranks divide the matrices among themselves, or every replica orthogonalizes all of its matrices
-    itself if that is estimated to save enough time."""
+    """Choose buckets and owners for the matrices that are sharded or replicated over one set of ranks. An owner is a
+    rank that orthogonalizes a matrix. By default, all ranks divide the matrices among themselves. Every replica
+    orthogonalizes all matrices itself instead if this is estimated to save enough time."""
     owners = _owners(specs, drafts, ranks, policy.machine)
     shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
     each = _each_for_itself(specs, drafts, policy.machine) if policy.each else {}
@@ -124,14 +126,18 @@ def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
 
 
 def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine: Machine) -> dict[_Key, int]:
-    """Choose an owner, the rank that orthogonalizes the matrix, for each matrix that a set of ranks shares. Matrices
-    with a single candidate are assigned first, the others in order of decreasing cost. Each matrix goes to the
-    candidate that has the least work so far. Among candidates with equal work, those in the replica that has been
-    assigned the fewest elements are preferred, because a replica sends its results to the other replicas. If several
-    candidates remain, owners alternate between nodes.
+    """Choose an owner for each matrix that is sharded or replicated over one set of ranks. The owner is the rank that
+    orthogonalizes the matrix.
 
-    At the end, matrices that only an overloaded rank stores are moved to the rank with the least work on the same node.
-    This helps if all ranks store experts, but only a few ranks also own matrices of other layers."""
+    Matrices with a single candidate are assigned first. The others follow in order of decreasing cost. Each matrix goes
+    to the candidate with the least work so far. Among candidates with equal work, the replica to which the fewest
+    elements have been assigned is preferred, because a replica sends its results to the other replicas. If candidates
+    are still tied, owners alternate between nodes.
+
+    At the end, matrices that are stored only on an overloaded rank are moved to the rank with the least work on the
+    same node if this can save time. Moving them helps if all ranks store experts, but only a few ranks also
+    orthogonalize matrices of other layers.
+    """
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % machine.per_node, rank)))
     place, node = {rank: at for at, rank in enumerate(ranks)}, np.array(ranks) // machine.per_node
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
@@ -158,19 +164,18 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
 
 
 def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
-    """True if orthogonalizing a matrix on a rank that does not store the matrix can save time. The matrix must be
-    stored by a single rank, have no state tensor with values per matrix, and take longer to orthogonalize at the
-    machine's peak rate than to send to another rank and back."""
+    """Return whether a step can become faster if a matrix is orthogonalized on a rank that does not store it. Three
+    conditions must be met: a single rank stores the matrix, the Muon variant has no state for it, and orthogonalizing
+    it at the machine's peak rate takes longer than sending it to another rank and back."""
     way = 2 * spec.itemsizes[item.matrix] * item.numel
     worth = item.cost * machine.link > way * machine.half * 1000
     return worth and not spec.kept and len(item.owners) == len(spec.layout.tiles[item.matrix]) == 1
 
 
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Machine) -> dict[_Key, Item]:
-    """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all of its matrices itself.
-    Owners are chosen in the first replica. In every other replica, the rank that stores the same piece as the chosen
-    rank becomes an owner. Return a dict from each item's key to the item. If the layouts of the matrices divide the
-    ranks into replicas in different ways, the dict contains only the matrices with the most frequent division."""
+    """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all matrices itself. Return
+    a dict from each matrix's key to an `Item` with these owners. If the matrices' layouts divide the ranks into
+    replicas in different ways, the dict contains only the matrices with the most frequent division."""
     divisions = Counter(specs[item.param].layout.replicas for item in drafts)
     replicas = max(divisions, key=divisions.__getitem__, default=())
     if len(replicas) < 2:
@@ -209,10 +214,10 @@ def _cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> _
 def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way], policy: Policy) -> list[Bucket]:
     """List all buckets of a plan in the order of their execution.
 
-    Half of a rank's local buckets (matrices that are not exchanged) come before all exchanged buckets and the other
-    half after them, so that local buckets overlap with gathers and scatters. No local bucket comes between exchanged
-    buckets, because ranks with local buckets would then start their exchanges in a different order than ranks without
-    local buckets.
+    A local bucket contains matrices that are not exchanged. Half of a rank's local buckets run before all exchanged
+    buckets and the other half after them, so that their computation overlaps with exchanges. No local bucket runs
+    between exchanged buckets. Otherwise, ranks with local buckets would start their exchanges in a different order than
+    ranks without local buckets.
     """
     alone = sorted(_together(specs, (item for item in items if item.route == "local")).items())
     local = [(alike, _local(alike, share, policy)) for alike, share in alone]
@@ -244,9 +249,9 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 
 
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
-    """Divide matrices that are not exchanged into buckets, which are processed one after another. There are as few
-    buckets as the maximum size of a bucket allows. The default maximum is 4 MiB on a CPU, so that temporaries stay in
-    the cache. On other devices, it is 1/32 of the size of the matrices' momentum in fp32, but at least 32 MiB."""
+    """Divide matrices that are not exchanged into as few buckets as the maximum bucket size allows. The buckets are
+    processed one after another. The default maximum is 4 MiB on a CPU, so that temporaries stay in the cache. On other
+    devices, it is 1/32 of the matrices' total size in fp32, but at least 32 MiB."""
     default = max(32 * 2**20, 4 * sum(item.numel for item in share) // 32)
     most = (policy.bucket_bytes or (4 * 2**20 if alike.kind == "cpu" else default)) // alike.itemsize
     return _shares_of(_lines(share), max(1, most), 1)[::-1]
@@ -255,9 +260,9 @@ def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
 def _by_price(
     alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy
 ) -> tuple[list[_Share], int, str]:
-    """Split exchanged matrices into buckets, each of which is exchanged as a whole. Among the splits whose estimated
-    time is close to the shortest, choose the one that needs the least memory. Return the buckets, their estimated time
-    in nanoseconds, and a line for the printed plan."""
+    """Divide exchanged matrices into buckets, each of which is exchanged as a whole. Choose the division that needs the
+    least memory among those whose estimated time is at most 2% above the shortest. Return the buckets, their estimated
+    time in nanoseconds, and a line for the printed plan."""
     # Dict from a tuple (largest number of buffered elements on any rank, number of buckets, estimated nanoseconds) to a
     # division of the matrices into buckets (sets of matrices that are exchanged together).
     found = dict[tuple[int, int, int], list[_Share]]()
@@ -282,9 +287,10 @@ def _by_price(
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
-    """Yield several divisions of exchanged matrices into buckets, among which the caller chooses the best. The matrices
-    are first divided into waves, each of which contains matrices of all owners (ranks that orthogonalize matrices).
-    Several numbers of waves are tried. Each wave then becomes one bucket or is divided further by owners."""
+    """Yield several divisions of exchanged matrices into buckets, from which the caller chooses the best. The matrices
+    are first divided into waves, and several numbers of waves are tried. Each wave contains some of the matrices that
+    each rank orthogonalizes. A wave then becomes one bucket, or it is divided into buckets with the matrices of
+    different ranks."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -316,10 +322,10 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]) -> list[_Share]:
-    """Split each wave (a set of matrices of all owners, the ranks that orthogonalize matrices) into parts with
-    different owners. The last wave is split into `tail` parts and the other waves into half as many, so that relays
-    (exchanges that send results to other replicas) begin early and the last relay is short. The owners of each replica
-    are spread evenly over the parts, to balance the relays."""
+    """Split waves into buckets. A wave contains some of the matrices that each rank orthogonalizes. Each bucket of a
+    wave contains the matrices of different ranks. The last wave is split into `tail` buckets, and every other wave into
+    half as many. The ranks of each replica are spread evenly over the buckets of a wave, to balance the exchanges that
+    send results to other replicas."""
     found: list[_Share] = []
     for wave in waves:
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
@@ -334,9 +340,9 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
 
 
 def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
-    """Split the matrices of all owners into at least `least` shares (buckets), if there are enough matrices. In each
-    share, an owner has at most `most` elements, or a single larger matrix. If the limit leaves a choice, the work of
-    each owner is spread evenly over the shares."""
+    """Split matrices into at least `least` shares, each of which becomes one bucket. If there are too few matrices,
+    there are fewer shares. In each share, a rank orthogonalizes at most `most` elements, or a single larger matrix.
+    Within these limits, the work of each rank is spread evenly over the shares."""
     cut = (_cut(line, most, least) for line in lines)
     return [list(chain.from_iterable(parts)) for parts in zip_longest(*cut, fillvalue=())]
 
@@ -398,15 +404,15 @@ class _Spread(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """Properties of a matrix that determine the time to exchange and orthogonalize the matrix.
+    """Properties of a matrix from which the time to exchange and orthogonalize it is estimated.
 
     Attributes:
-        owner, replica: Rank that orthogonalizes the matrix (the first of these ranks if each replica has one), and the
-            index of this rank's replica.
+        owner: Rank that orthogonalizes the matrix. If one rank in each replica does so, the first of these ranks.
+        replica: Index of the owner's replica.
         numel: Number of elements.
-        batch, ns: Number of matrices in a full batch, and nanoseconds per batch. A partly filled batch takes as
-            long as a full one.
-        spread: Counts of the ranks that store the matrix, in total and per node.
+        batch: Number of matrices in a full batch.
+        ns: Time in nanoseconds to orthogonalize a batch. A partly filled batch takes as long as a full one.
+        spread: Numbers of ranks that store the matrix, in total and per node.
     """
 
     owner: int
@@ -438,12 +444,12 @@ class _Timed(NamedTuple):
     """Estimated times (in nanoseconds) and memory use of a bucket.
 
     Attributes:
-        work: Times of all of the bucket's phases except orthogonalization, on the rank that orthogonalizes the fewest
+        work: Times of all phases of the bucket except orthogonalization, on the rank that orthogonalizes the fewest
             elements.
-        computed: Dict from each owner, a rank that orthogonalizes matrices, to the time of the owner's matrix products
-            and of the copies before and after them.
-        taken: Largest number of elements that any rank holds in buffers: the matrices that it orthogonalizes, and the
-            results that it receives in the relay.
+        computed: Dict from each rank that orthogonalizes matrices to the time of the rank's matrix products and of the
+            copies before and after them.
+        taken: Largest number of elements in the buffers of any rank. The buffers contain the matrices that the rank
+            orthogonalizes and the results that it receives from other replicas.
     """
 
     work: clock.BucketTimes
@@ -453,9 +459,9 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory use of a bucket of matrices, whose elements are sent as `itemsize` bytes each."""
-    # Three counters have one value per owner (rank that orthogonalizes matrices): nanoseconds of computation
-    # (`computed`), number of received elements (`came`), and number of elements that the owner already stores (`kept`).
-    # `passed_on` has one value per replica: the number of relayed elements.
+    # The first three counters have one value for each rank that orthogonalizes matrices: `computed` is the time of its
+    # computation in nanoseconds, `came` the number of elements that it receives, and `kept` the number of elements that
+    # it already stores. `passed_on` is the number of elements that each replica sends to other replicas.
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns

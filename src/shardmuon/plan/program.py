@@ -1,20 +1,23 @@
-"""The program of one rank for one bucket of matrices. It lists the copies between local storage, batches of matrices
-and wires, where a wire is the send or receive buffer of an exchange. All functions are pure.
+"""The program of one rank for one bucket of matrices. A program lists copies between local storage, batches of
+matrices, and wires. A wire is the send or receive buffer of an exchange. All functions are pure.
 
 [Note: places]
-    Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns
-    (orthogonalizes) are in batches and are never sent. All other tiles are on a wire, ordered by the rank at the other
-    end, then by matrix, then by their order in storage. The scatter delivers the result for a tile to the same place on
-    the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all matrices, and its
-    wires are empty.
+    A tile is a part of a matrix that a rank stores. Each tile has one place in a buffer. If the rank orthogonalizes the
+    matrix, the tile's place is in the buffer of batches, and the tile is not sent. Otherwise, the tile's place is on a
+    wire. Tiles on a wire are ordered by the rank at the other end, then by matrix, then by their order in storage. The
+    scatter returns the results in the order in which the gather sent the tiles. If a bucket has a single rank, this
+    rank orthogonalizes all matrices, and the wires are empty.
 
 [Note: results in two stages]
-    For each piece of a matrix, the owner communicates with a single rank that stores the piece, if possible a rank of
-    the owner's replica. This rank then sends the results to all other ranks that store the same piece, in a second
-    exchange called the relay. If each replica has an owner, there is no relay. State tensors with values per matrix are
-    sent in the same exchanges. In the part of the wire for each rank, state values follow the tiles. A rank that stores
-    part of a matrix receives the matrix's state values together with the first of its tiles, either from the owner or
-    in the relay. A rank that stores no part of the matrix receives the state values from the owner.
+    The owner of a matrix is the rank that orthogonalizes it. For each piece of the matrix, the owner communicates with
+    only one of the ranks that store the piece, if possible a rank of the owner's replica. This rank then sends the
+    results to all other ranks that store the same piece. This second exchange is called the relay. If each replica has
+    an owner, there is no relay.
+
+    State tensors with values per matrix are sent in the same exchanges. In a rank's section of the wire, state values
+    follow the tiles. A rank that stores part of a matrix receives the matrix's state values together with the first of
+    its tiles, either from the owner or in the relay. A rank that stores no part of the matrix receives the state values
+    from the owner.
 """
 
 from __future__ import annotations
@@ -60,14 +63,14 @@ class Copy(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A tile stored on this rank, and its place in a buffer. The tile is part of a parameter, or of a state tensor with
-    values per matrix (such as NorMuon's second moments).
+    """A tile that this rank stores, and its place in a buffer. The tile is a part of a parameter, or of a state tensor
+    with values per matrix (such as NorMuon's second moments).
 
     Attributes:
         param: Index of the parameter.
-        tile: Location of the elements in this rank's storage.
-        place: Place in the buffer; the default stands for a tile without a place. In the buffer of an exchange, an fp32
-            state value occupies as many elements of the buffer's dtype as its bits need.
+        tile: Location of the tile's elements in this rank's storage.
+        place: Place in the buffer. The default means that the tile has no place yet. State values are sent as fp32, so
+            in a buffer with a 16-bit dtype, for example, each value takes up two elements.
         number: Index of the state tensor in the parameter's `Spec.kept`; -1 if the tile is part of the parameter.
     """
 
@@ -78,13 +81,13 @@ class Load(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Matrices of one shape that are orthogonalized in one call.
+    """Matrices of equal shape that are orthogonalized in one call.
 
     Attributes:
-        items: Indices of the matrices in the plan's items.
+        items: Indices of the matrices in `Plan.items`.
         shape: (number of matrices, rows, cols).
-        start, stride: Matrix k of the batch begins at element start + k * stride of the buffer that contains all
-            batches.
+        start, stride: All batches are in one buffer. Matrix k of this batch begins at element start + k * stride of the
+            buffer.
     """
 
     items: tuple[int, ...]
@@ -94,18 +97,17 @@ class _Batch(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """One exchange, as seen by one rank.
+    """One exchange of matrices, as seen by one rank.
 
     Attributes:
-        sent, came: For each rank of the bucket, the number of elements that are sent to that rank, and the number
-            received from that rank.
-        tiles: Tiles (parts of matrices) in this rank's storage that are sent in a gather, or received in a scatter or
-            relay.
-        copies: Copies between the exchange's buffer (`here`) and the batches (`there`), for matrices that this rank
-            owns (orthogonalizes).
-        passed: Copies from the scatter's receive buffer (`here`) to the relay's send buffer (`there`).
-        told, heard: A variant's state values that this rank sends (`told`) or receives (`heard`), with their places in
-            the buffers.
+        sent, came: For each rank of the bucket, the number of elements that are sent to that rank (`sent`) and received
+            from it (`came`).
+        tiles: Parts of matrices in this rank's storage. They are sent in a gather, and received in a scatter or relay.
+        copies: Copies between the exchange's buffer (`here`) and the batches of matrices that this rank orthogonalizes
+            (`there`).
+        passed: Copies from the scatter's receive buffer (`here`) to the send buffer of the relay (`there`).
+        told, heard: State values of the Muon variant that this rank sends (`told`) or receives (`heard`), with their
+            places in the buffers.
     """
 
     sent: Ints
@@ -119,15 +121,17 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """All copies and exchanges that one rank executes for one bucket (a set of matrices that are exchanged together).
+    """All copies and exchanges that one rank executes for one bucket. A bucket is a set of matrices that are exchanged
+    together.
 
     Attributes:
         bucket, rank: The bucket, and the rank that executes the program.
-        batches, batch_numel: Batches of the matrices that this rank owns (orthogonalizes), and the size of their buffer
-            in elements.
-        own: Stored tiles (parts) of the matrices that this rank owns, with their places in the buffer of batches.
-        gather, scatter, relay: The three exchanges of the bucket; `relay` is None if no matrix of the bucket needs a
-            relay.
+        batches: Batches of the matrices that this rank orthogonalizes.
+        batch_numel: Size of the buffer that contains all batches, in elements.
+        own: Stored parts of the matrices that this rank orthogonalizes, with their places in the buffer of batches.
+        gather: Exchange that collects the parts of each matrix on the rank that orthogonalizes it.
+        scatter: Exchange that returns the results to ranks that store parts of the matrices.
+        relay: Exchange that forwards the results to other replicas; None if no matrix of the bucket needs it.
     """
 
     bucket: Bucket
@@ -163,9 +167,9 @@ class Program:
             return BufferPlace(slots[load.param, load.tile.matrix] + offset, strides)
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-            """Make the `Wire` (description of an exchange) for the scatter or the relay, the two exchanges that send
-            results. `before` contains the tiles (parts of matrices) received in the previous exchange; some of these
-            tiles must be forwarded. If `kept` is True, the exchange includes the variant's state values."""
+            """Make the `Wire`, which describes an exchange, for the scatter or the relay. `before` contains the parts
+            of matrices that were received in the previous exchange. Those that other ranks need are forwarded. If
+            `kept` is True, the exchange includes the state values of the Muon variant."""
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -215,9 +219,9 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
 
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, Load]]:
-    """Yield all parts of an orthogonalized matrix that a rank sends or receives, as (phase, sender, receiver, part). A
-    part is a `Load` without a place. Parts that an owner (a rank that orthogonalizes the matrix) stores itself have the
-    owner as sender and receiver. Parts exchanged only between other ranks can also be yielded; the caller skips
+    """Yield the parts of an orthogonalized matrix that a rank sends or receives, as (phase, sender, receiver, part). A
+    part is a `Load` without a place. If a rank orthogonalizes the matrix and also stores the part, this rank is both
+    sender and receiver. Some of the yielded parts may be exchanged only between other ranks; the caller must skip
     them."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
@@ -248,10 +252,9 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
 def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
 ) -> tuple[Ints, tuple[Load, ...], tuple[Load, ...]]:
-    """Assign places in the buffer of an exchange to the tiles (parts of matrices) and state values that a rank sends or
-    receives. The buffer is ordered by the rank at the other end; for each such rank, tiles come before state values.
-    State values are left out unless `kept` is True. Return the number of elements for each rank, the tiles with their
-    places, and the state values with their places."""
+    """Lay out the buffer that a rank sends or receives in an exchange. The buffer has one section for each rank at the
+    other end. A section contains tiles (parts of matrices), followed by state values if `kept` is True. Return the
+    number of elements in each section, the tiles with their places, and the state values with their places."""
     at, splits, loads = 0, list[int](), list[Load]()
     for other in bucket.ranks:
         first, parts = at, (load for load in ways[phase, sends, other] if kept or load.number < 0)
@@ -277,10 +280,11 @@ def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
 
 
 def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
-    """Merge copies between the same two buffers into fewer copies with fewer dims.
+    """Merge copies between the same two buffers into fewer copies.
 
-    Blocks of equal sizes and strides at equal distances in both buffers become one block with an additional leading
-    dim. Merging runs twice: first for the tiles of each sender, then across senders.
+    Copies of blocks with equal sizes and strides are merged if the blocks are equally spaced in both buffers. The
+    merged copy has an additional leading dim. Merging runs twice: first for the tiles of each sender, then across
+    senders.
     """
     found = [_merged(copy) for copy in copies]
     for _ in range(2):
@@ -316,9 +320,9 @@ def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
 
 
 def evenly_spaced(places: Sequence[Ints]) -> Iterator[tuple[int, int, Ints]]:
-    """Divide a list of positions, each given by one or more offsets, into runs in which all neighbors are equally far
-    apart. For each run, yield the index of its first position, the number of its positions, and the distance between
-    neighbors, which is positive for each offset, or 0 in a run of a single position."""
+    """Divide a list of positions into runs of equally spaced positions. A position consists of one or more offsets. For
+    each run, yield the index of the first position, the number of positions, and the distance between neighbors in each
+    offset. All distances are positive, except that they are 0 in a run of a single position."""
     steps = [tuple(map(operator.sub, after, before)) for before, after in itertools.pairwise(places)]
     first = 0
     while first < len(places):

@@ -1,15 +1,15 @@
-"""The order in which an optimizer step runs its operations (`step.bucket` follows this order), and a simulation of
-these operations with given times.
+"""The order of the operations in an optimizer step, and a simulation of a step in which every operation takes a given
+time. `step.bucket` runs real steps in the same order.
 
 The functions are pure and independent of hardware. All times are in one unit of the caller's choice. With integer times
 and an `overlap` of 0.5, the arithmetic is exact, so all ranks get the same results.
 
 [Note: two clocks]
     A rank computes one operation at a time, and its links carry one exchange at a time. An exchange starts when all of
-    its ranks have posted it. During an exchange, the ranks compute: while bucket i is orthogonalized, bucket i+1 is
-    gathered, and bucket i-1 is scattered or relayed. The fraction of an exchange that can overlap with computation is
-    unknown, so this fraction is a parameter (`overlap`). The rest of an exchange progresses only while a rank waits for
-    the exchange.
+    its ranks have posted it. Ranks compute during exchanges: while bucket i is orthogonalized, bucket i+1 is gathered,
+    and bucket i-1 is scattered or relayed (sent to other replicas). The fraction of an exchange that can overlap with
+    computation is unknown, so it is a parameter (`overlap`). The rest of an exchange progresses only while a rank waits
+    for the exchange.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ _EXCHANGES: tuple[_Phase, ...] = ("gather", "scatter", "relay")
 
 
 def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tuple[_Turn, int]]:
-    """Yield a rank's operations on its buckets as pairs (operation, index of the bucket), in the order in which they
-    run.
+    """Yield a rank's operations on its buckets in the order in which they run, as pairs (operation, index of the
+    bucket).
 
     While bucket i is orthogonalized, bucket i + 1 is gathered, bucket i - 1 is scattered, and earlier buckets are
     relayed (forwarded to other replicas).
 
-    This order cannot cause a deadlock. Number the exchanges of all buckets in the order of the plan, which is the same
-    on all ranks: for bucket b, the gather has the number b, the scatter b + 1/4, and the relay b + 1/2. Before a rank
-    posts an exchange, it waits only for exchanges with smaller numbers. So of all exchanges that any rank waits for,
-    the one with the smallest number has been posted by all of its ranks and can complete. There is one exception: if
-    buckets b and b + 1 have the same ranks, the relay of b is posted after the wait for the gather of b + 1. This
-    exception is safe, because these ranks take part in both buckets and in no bucket between them. If the ranks of
-    bucket b + 1 are not those of bucket b, the relay of b is posted before that wait.
+    This order cannot cause a deadlock. Number the buckets of all ranks in the plan's order, which is the same on all
+    ranks. Give the gather of bucket b the number b, its scatter b + 1/4, and its relay b + 1/2. Before a rank posts an
+    exchange, it waits only for exchanges with smaller numbers. So of all exchanges that any rank waits for, the one
+    with the smallest number has been posted by all of its ranks and can complete.
+
+    There is one exception. If buckets b and b + 1 have the same ranks, the relay of b is posted after the wait for the
+    gather of b + 1. The exception is safe, because these ranks take part in both buckets and in no bucket between them.
+    If buckets b and b + 1 have different ranks, the relay of b is posted before the wait for the gather of b + 1.
 
     Args:
-        relays: One bool for each bucket of this rank, in the plan's order: True if the bucket has a relay.
+        relays: For each bucket of this rank, in the plan's order, whether the bucket has a relay.
         sets: The ranks of each bucket; empty if all buckets have the same ranks.
     """
     num = len(relays)
@@ -66,10 +67,10 @@ class BucketTimes(NamedTuple):
     Attributes:
         key: Key of the bucket's exchanges, equal on all ranks that exchange the bucket; None if nothing is exchanged.
         pack, orthogonalize, apply: Computation times of this rank in these phases.
-        gather, scatter, relay: Transfer times of these exchanges on the slowest rank; None if the bucket has no such
+        gather, scatter, relay: Durations of these exchanges on the slowest rank. None if the bucket has no such
             exchange.
-        fill: Time of this rank's computation during the gather.
-        finish: Time of this rank's computation after the relay.
+        fill: Computation time of this rank during the gather.
+        finish: Computation time of this rank after the relay.
     """
 
     key: Hashable | None
@@ -114,13 +115,13 @@ _DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
 
 @dataclass
 class Course:
-    """Timeline of one rank's step, up to the current time of the simulation.
+    """Simulated timeline of one rank's step.
 
     Attributes:
-        end: Current time, counted from the beginning of the step.
-        events: Events up to the current time. At the end of the simulation, they are sorted by start time.
-        waited: Time that the rank spent idle, waiting for exchanges.
-        links: Time at which the rank's links become free.
+        end: Current time of the rank, measured from the start of the step.
+        events: Events up to the current time. They are sorted by start time when the simulation ends.
+        waited: Total time for which the rank has been idle, waiting for exchanges.
+        links: Time at which the rank's links become free for the next exchange.
     """
 
     end: float
@@ -156,10 +157,10 @@ class Course:
         """Simulate one optimizer step on all ranks.
 
         Args:
-            ranks: For each rank, the times of its buckets (sets of matrices that are processed together), in the plan's
-                order.
-            first: Time that every rank spends before its first bucket, on CPU work and on votes (messages by which
-                ranks agree to take the step).
+            ranks: For each rank, the times of its buckets in the plan's order. A bucket is a set of matrices that are
+                processed together.
+            first: Time that every rank spends before its first bucket. It includes CPU work and the votes by which the
+                ranks agree to take the step.
             last: Time that each rank spends on AdamW after its last bucket.
             overlap: Fraction of an exchange that can overlap with computation, from 0 to 1.
 

@@ -8,20 +8,21 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """Throughput of one rank, and the latencies of exchanges, buckets and kernels.
+    """Throughput of one rank, and latencies of exchanges, buckets and kernels.
 
     Attributes:
         name: Name of the machine in printed plans.
-        shares: Fractions of the peak, in thousandths, that matrix products reach. The lengths of the matrices' short
-            sides are divided into ranges (`_SIDES`), with one fraction for each range.
+        shares: Fractions of the peak FLOP rate, in thousandths, that matrix products reach. Each fraction is for a
+            range of matrix sizes (see `_SIDES`).
         half, single, double: Peak GFLOP/s of dense matrix products in 16-bit, 32-bit and 64-bit dtypes.
-        memory: Memory bandwidth in MB/s, where both reads and writes count.
-        link, network: MB/s that a rank sends in an all-to-all inside a node and between nodes.
-        per_node: Number of ranks on one node, which are connected by fast links.
-        inside, across: Latency in nanoseconds of an exchange inside a node and of one between nodes.
-        peer: Nanoseconds that each peer adds to the latency of an exchange.
-        bucket, matrix: Host time in nanoseconds for each bucket, and for each matrix in a bucket.
-        launch: Nanoseconds that an empty kernel takes; 0 on a CPU.
+        memory: Memory bandwidth in MB/s, counting both reads and writes.
+        link, network: Rate in MB/s at which a rank sends in an all-to-all, inside a node (`link`) and between nodes
+            (`network`).
+        per_node: Number of ranks on one node.
+        inside, across: Latency of an exchange in nanoseconds, inside a node and between nodes.
+        peer: Additional latency of an exchange in nanoseconds for each rank with which data is exchanged.
+        bucket, matrix: CPU time in nanoseconds for each bucket, and for each matrix in a bucket.
+        launch: Duration of an empty kernel in nanoseconds; 0 on a CPU.
     """
 
     name: str
@@ -48,13 +49,14 @@ class Machine(NamedTuple):
 
     @staticmethod
     def slowest(stamps: Iterable[str]) -> Machine:
-        """Return the rates of the slowest machine in a job, because the other ranks wait for it in exchanges.
+        """Return the `Machine` for the slowest machine in a job. It determines the speed, because all other ranks wait
+        for it in exchanges.
 
-        An unknown accelerator gets the rates of an H100, as stated by the machine's name in printed plans.
+        An unknown accelerator is treated as an H100, which is stated in printed plans.
 
         Args:
-            stamps: Descriptions of the ranks' machines, made by `orthogonalize.stamp`. If empty, the rates of a CPU are
-                returned.
+            stamps: Descriptions of the ranks' machines, made by `orthogonalize.stamp`. If empty, return the `Machine`
+                for a CPU.
         """
         found = dict.fromkeys(map(_of_stamp, stamps))
         return min(found, key=lambda one: (one.half, one.network, one.name), default=MACHINES["cpu-gloo"])

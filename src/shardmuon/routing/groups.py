@@ -1,27 +1,28 @@
-"""Routing: `param_groups(model)` returns parameter groups for Muon and AdamW, and a table with the reason for each
-choice.
+"""Routing of parameters to Muon and AdamW. `param_groups(model)` returns parameter groups, and a table with the reason
+for each choice.
 
-Routing depends on what a parameter is (roles.py). A second pass over all parameters uses their positions in the model
-to find output heads and experts. Routing never depends on a name alone. Users can correct it with overrides. The
-groups, their order and the table follow from the model's structure. So all data-parallel ranks get the same result
-without communication, whether the model is already sharded or not.
+Routing depends on a parameter's role in the model (roles.py), never on its name alone. A second pass over all
+parameters uses their positions in the model to find output heads and experts. Users can correct each choice with
+overrides. The groups, their order and the table follow from the model's structure. So all data-parallel ranks get the
+same result without communication, whether the model is already sharded or not.
 
 [Note: output heads]
-    An output head maps features to one number per vocabulary entry, so each of its rows belongs to one entry, as in
-    an embedding. Nothing in torch marks heads, so these rules apply in order:
-    1. Heads are the weights shared with an embedding (roles.py) and the layers that the model names:
-       `get_output_embeddings()` (Hugging Face), `get_classifier()` (timm), and, in a module with an attribute
-       `num_labels` (Hugging Face's classifiers), the last linear layer with `num_labels` rows.
-    2. Let V be the number of rows of an embedding. If nothing in the model reads V features (no layer has V inputs, and
-       no norm or embedding has width V), a linear layer with V rows outputs logits and is a head. If
-       `get_input_embeddings()` names embeddings, only these count, because tables of positions or token types are not
-       vocabularies. Within a repeated block, this rule applies only to the block's last matrix: in a byte-level model
-       with 256 vocabulary entries, 4 key-value heads of 64 features have 256 rows as well.
-    3. If the model names no head and rules 1 and 2 find none, V may itself be a width of the model, such as 256 in a
-       byte-level model of width 256. The head is then the last linear layer with V rows outside the repeated blocks.
-       If there is no such layer, the model is treated as a classifier: if its last module is a linear layer that comes
-       after repeated blocks, this layer is the head, whatever its number of rows.
-    If a choice may be wrong, a warning states the choice and the override that confirms or corrects it.
+    An output head is a layer that maps features to one logit per vocabulary entry or class. Nothing in torch marks
+    output heads, so these rules apply in order:
+    1. Weights that are tied to an embedding (roles.py) are output heads. So are layers that the model names by
+       `get_output_embeddings()` (Hugging Face) or `get_classifier()` (timm). In a module with an attribute `num_labels`
+       (Hugging Face's classifiers), the last linear layer with `num_labels` rows is an output head.
+    2. Let V be the number of rows of an embedding. A linear layer with V rows is an output head if nothing in the model
+       reads V features, that is, no layer has V inputs, and no norm or embedding has width V. If
+       `get_input_embeddings()` names embeddings, only these and embeddings tied to other layers count, because tables
+       of positions or token types are not vocabularies. In a repeated block, only the last matrix can be an output head
+       by this rule. For example, a byte-level model has V = 256, but a key projection with 4 attention heads of 64
+       features also has 256 rows.
+    3. If the model names no output head and rules 1 and 2 find none, V may also be a width of the model, such as 256 in
+       a byte-level model of width 256. The output head is then the last linear layer with V rows outside the repeated
+       blocks. If there is no such layer, the model is treated as a classifier: if its last module is a linear layer
+       that comes after repeated blocks, this layer is the output head, whatever its number of rows.
+    If a choice may be wrong, a warning names the override that confirms or corrects it.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ Overrides = Mapping[_Pattern, str | Mapping[str, Any]] | Sequence[tuple[_Pattern
 
 @dataclass(frozen=True)
 class RoutingRow:
-    """A row of the routing table: one parameter, the optimizer to which it is assigned, and the reason.
+    """A row of the routing table. It shows to which optimizer a parameter is assigned, and why.
 
     Attributes:
         name: The parameter's name, without the prefixes that DDP, `torch.compile` and activation checkpointing add.
         shape: The parameter's global shape.
         matrices: (rows, cols) of each matrix that Muon orthogonalizes; empty for AdamW and frozen parameters.
         optimizer: "Muon", "AdamW" or "frozen".
-        reason: Reason why the parameter is assigned to this optimizer.
+        reason: Reason for the assignment.
     """
 
     name: str
@@ -78,13 +79,14 @@ class RoutingRow:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """List of parameter groups, in the dict format that torch's optimizers accept. Muon's groups come first. `str()`
-    returns the routing table, which merges rows into one line if they differ only in the numbers in parameter names.
+    """List of parameter groups, which are dicts in the format of torch's optimizers. Muon's groups come first. `str()`
+    returns the routing table. In the table, parameters share one line if their rows differ only in the numbers in their
+    names.
 
     Attributes:
         rows: One `RoutingRow` for each parameter, frozen parameters included, in model order.
-        matched: AdamW's lr divided by Muon's lr, if `param_groups` chose AdamW's lr because no `adamw_lr` was given;
-            otherwise None.
+        matched: Ratio of AdamW's lr to Muon's lr if `param_groups` chose the ratio because `adamw_lr` was not given.
+            Otherwise None.
     """
 
     def __init__(
@@ -125,14 +127,13 @@ class ParamGroups(list[dict[str, Any]]):
         Args:
             params: The optimizer's first argument: a module, parameters or groups.
             defaults: The optimizer's options.
-            given: Options that only `param_groups` takes, such as `overrides`. Options that are None count as not
-                given.
+            given: Options that only `param_groups` takes, such as `overrides`. A value of None counts as not given.
 
         Raises:
             TypeError: Options for `param_groups` are given, but `params` is not a module, so the options would have no
                 effect.
-            ValueError: `params` are groups in which `param_groups` chose AdamW's lr to match the default learning-rate
-                scale of Muon, but the optimizer's `adjust_lr_fn` selects a different scale.
+            ValueError: In the groups `params`, `param_groups` chose an lr for AdamW that matches Muon's default
+                learning-rate scale, but the optimizer's `adjust_lr_fn` selects a different scale.
         """
         given = {key: value for key, value in given.items() if value is not None}
         if isinstance(params, nn.Module):
@@ -176,25 +177,25 @@ def param_groups(
     """Assign a model's parameters to Muon and AdamW groups by their role in the model.
 
     Every trainable parameter is in exactly one group, according to the rules in docs/routing.md. Parameters with equal
-    options share a group. Muon's groups come first; otherwise groups, and the parameters in them, are in model order.
-    No group is empty. If a choice may be wrong, a warning names the override that confirms or corrects the choice.
+    options share a group. Muon's groups come first. Apart from this, groups and their parameters are in model order. No
+    group is empty. If a choice may be wrong, a warning names the override that confirms or corrects it.
 
-    Call this function before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=True``)
-    or `torch.compile`.
+    The function can be called before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with
+    ``use_orig_params=True``) or `torch.compile`.
 
     Args:
-        model: The model, not just its parameters, because only modules show what a parameter is.
+        model: The model. Its parameters alone are not enough, because their roles follow from the modules.
         lr: Learning rate of Muon's groups. Required.
-        adamw_lr: Learning rate of AdamW's groups. Default: the value at which AdamW's updates are as large as Muon's
-            (see docs/learning_rate.md). The routing table shows this value as a multiple of `lr`.
-        weight_decay: Weight decay of matrices, embeddings and heads. Other parameters get 0; to change this, edit the
-            returned groups.
+        adamw_lr: Learning rate of AdamW's groups. By default, the value at which AdamW's updates are as large as Muon's
+            (see docs/learning_rate.md). The routing table shows the default as a multiple of `lr`.
+        weight_decay: Weight decay of matrices, embeddings and output heads. Other parameters have no weight decay. To
+            change this, edit the returned groups.
         adjust_lr_fn: Learning-rate scale of Muon's groups (see `shardmuon.Muon`). If None, the groups use the
             optimizer's own setting.
-        overrides: (pattern, choice) pairs, as a list or a dict; the first pair whose pattern matches a parameter
-            applies. A pattern is a glob over parameter names or a predicate (name, parameter, module) -> bool. A choice
+        overrides: Pairs (pattern, choice), as a list or a dict. The first pair whose pattern matches a parameter
+            applies. A pattern is a glob for parameter names, or a predicate (name, parameter, module) -> bool. A choice
             is "muon", "adamw" or a dict of group options, such as ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``.
-            A dict without ``use_muon`` does not change the routing.
+            A dict without ``use_muon`` sets options but does not change the parameter's optimizer.
         tp_group: Tensor-parallel process group over which plain parameters are sharded (see docs/tensor_parallel.md).
 
     Returns:
@@ -202,8 +203,8 @@ def param_groups(
         the result to see the routing table.
 
     Raises:
-        ValueError: Nothing is trainable, an override matches nothing or does not fit its parameter, or a parameter's
-            logical shape is unknown. The message suggests a correction.
+        ValueError: No parameter is trainable, an override matches no parameter or does not fit its parameter, or the
+            global shape of a parameter is unknown. The message states how to fix the problem.
         TypeError: `model` is not a module, or `lr` is missing.
 
     Examples:
@@ -265,15 +266,16 @@ def param_groups(
 
 
 def _matched_lr(updates: Sequence[tuple[int, int, float]]) -> float:
-    """Compute the lr of AdamW, as a multiple of Muon's lr, at which the updates of both have the same root mean square.
+    """Compute the lr of AdamW at which AdamW's updates have the same root mean square as Muon's, as a multiple of
+    Muon's lr.
 
-    An orthogonalized matrix has singular values near 1, so the squares of its entries add up to min(rows, cols).
+    An orthogonalized matrix has singular values near 1, so the squares of its entries add up to about min(rows, cols).
 
     Args:
         updates: (rows, cols, learning-rate scale) of each matrix.
 
     Returns:
-        The multiple, which is 1 for `adjust_lr_fn="match_rms_adamw"` or if there are no matrices.
+        The multiple. It is 1 for `adjust_lr_fn="match_rms_adamw"`, or if there are no matrices.
     """
     total = sum(rows * cols for rows, cols, _ in updates)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in updates)
@@ -286,13 +288,13 @@ def _matched_lr(updates: Sequence[tuple[int, int, float]]) -> float:
 
 
 class Rule(NamedTuple):
-    """A routing override, parsed from the user's argument.
+    """A routing override, parsed from the user's `overrides` argument.
 
     Attributes:
         pattern: The user's glob or predicate.
-        label: Printed form of the pattern, for use in messages.
-        options: Group options that the override sets, including `use_muon` if the override assigns parameters to Muon
-            or AdamW.
+        label: The pattern as text, for messages.
+        options: Parameter group options that the override sets. They include `use_muon` if the override assigns
+            parameters to Muon or AdamW.
     """
 
     pattern: _Pattern
@@ -343,11 +345,12 @@ class _RoutedParam(Placed):
     """A parameter and the optimizer chosen for it. The routing functions fill in the fields step by step.
 
     Attributes:
-        shape, role: The parameter's global shape and its role.
-        rule: The override that applies; an empty rule if no override matches.
-        settled: The user's choice of `use_muon`, made by an override or through the attribute `p.use_muon`; None if the
+        shape, role: The parameter's global shape, and its role in the model.
+        rule: The override that applies to the parameter. If there is none, a rule without options.
+        settled: Value of `use_muon` that the user chose by an override or by the attribute `p.use_muon`; None if the
             user made no choice.
-        use_muon, reason: True for Muon or False for AdamW, and the reason for the choice.
+        use_muon: True for Muon, False for AdamW.
+        reason: Reason for the value of `use_muon`.
         options: Options of the parameter's group.
         matrices: (rows, cols) of each matrix that Muon orthogonalizes.
     """
@@ -462,14 +465,11 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict[str, str], list[str]]:
-    """Find the matrices that are output heads, according to the rules in [Note: output heads].
-
-    Args:
-        model: The model.
-        weights: All parameters of the model in model order, including frozen parameters.
+    """Find the output heads of a model by the rules in [Note: output heads]. `weights` contains all parameters in model
+    order, including frozen parameters.
 
     Returns:
-        A dict from the name of each head to the reason, and a list with a warning for each choice that may be wrong.
+        A dict from the name of each output head to the reason, and a list of warnings about choices that may be wrong.
     """
     blocks, doubts = _Blocks(weights), list[str]()
     named = _answers(model, "get_output_embeddings", "get_classifier")
@@ -520,14 +520,9 @@ def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
 
 
 def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
-    """Call the methods named in `hooks` on every module that has them, and collect the parameters that the methods
-    return.
-
-    Returns:
-        A dict from the id of each parameter to the name of the method that returned the parameter. If a method returns
-        None, because the model has no such parameter, the dict contains the key `id(None)`. So the dict is empty only
-        if no module has any of the methods.
-    """
+    """Call the methods named in `hooks` on every module that has them. Return a dict from the id of each parameter that
+    a method returned to the name of the method. If a method returns None because the model has no such parameter, the
+    dict contains the key `id(None)`, so it is not empty."""
     found: dict[int, str] = {}
     for module in model.modules():
         for hook in hooks:
@@ -556,9 +551,11 @@ def _with_labels(linear: Sequence[_RoutedParam], blocks: _Blocks) -> dict[str, s
 
 
 class _Blocks:
-    """Repeated blocks of a model. A repeated block is a module that has two or more matrices and either is in a
-    ModuleList or has a sibling of the same type. Two containers do not count as siblings of the same type, since, for
-    example, a decoder's layers and its extra heads can both be ModuleLists.
+    """Repeated blocks of a model, such as transformer layers.
+
+    A repeated block is a module that contains two or more matrices. It must also be in a ModuleList or have a sibling
+    of the same type. Sibling containers (ModuleList, ModuleDict, Sequential) do not count, because their contents can
+    differ. For example, a decoder's layers can be one ModuleList and its extra output heads another.
 
     Attributes:
         paths: Names of the blocks.
@@ -600,15 +597,16 @@ class _Blocks:
 
 
 def _find_experts(weights: Sequence[_RoutedParam]) -> None:
-    """Find the matrices that choose among experts, and change their roles to "router". Stacks that were recognized
-    solely by their shape, and that a router confirms as experts, get the role "matrices".
+    """Find routers, the matrices that choose among experts, and change their roles to "router". A stack of matrices
+    that was recognized only by its shape gets the role "matrices" if a router confirms that the stack contains experts.
 
-    A router has one row per expert and the same input width as the experts. It is a sibling of the experts or of a
-    module that contains the experts. Experts are a stack (E, M, N), or a list of E modules that contain only linear
-    layers (unlike a list of transformer blocks, which also have norms).
+    A router has one row per expert and the same input width as the experts. Its module is a sibling of the experts or
+    of a module that contains the experts. The experts are either a stack of shape (E, M, N) or a list of E modules. The
+    modules must contain only linear layers, which excludes lists of transformer blocks, because these also have norms.
 
-    The stacks of a module are confirmed together, by the first stack that has a matrix dim as large as the router's
-    input width. This dim must be the last dim, because the last dim indexes inputs.
+    All stacks of a module are confirmed together. What counts is the first stack in which the size of a matrix dim
+    equals the router's input width. The stacks are confirmed if this dim is the last one, because the last dim indexes
+    inputs.
     """
     stacks = [w for w in weights if w.role.use_muon and w.role.view.get("view") == "stack"]
     for w in weights:
@@ -703,9 +701,9 @@ def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[
 
 
 def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool:
-    """True if a (1, M, N) parameter is certainly a table, such as position embeddings, and not the matrix of a single
-    expert. This is certain if the parameter's rows are as wide as a norm of the model, and if its shape does not allow
-    a matrix product with any other parameter of shape (1, ..., ...) in the same module."""
+    """Return whether a (1, M, N) parameter is certainly a table, such as position embeddings, and not the matrix of a
+    single expert. Two conditions must be met: N is the width of a norm in the model, and no other parameter of shape
+    (1, ..., ...) in the same module has a shape that allows a matrix product with this parameter."""
     widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
     if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
         return False

@@ -1,13 +1,17 @@
-"""Table of the weights of well-known module types. This module imports no framework.
+"""Table of the weights of well-known module types. This module imports no framework except torch.
 
 [Note: facts that follow from a type]
-    The type and the size attributes of a framework's module reveal facts that the model's structure does not: that rows
-    are q, k and v, that a weight is stored transposed, or that a parameter contains decay rates. Types are matched by
-    class name along the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other classes
-    have the same name. A fused weight is split by default if type and sizes make the parts certain: the sizes are read
-    from the module and must add up to the size of the weight. It then gets the same update as if its parts were stored
-    separately. A weight is not split if the sizes do not add up, or if only its name suggests fused parts and the type
-    is not in this table. The routing table then shows "fused?" and the override that splits the weight.
+    The type and size attributes of a framework's module reveal facts that the model's structure does not. For example,
+    they reveal that the rows of a weight are q, k and v, that a weight is stored transposed, or that a parameter
+    contains decay rates.
+
+    Types are matched by the names of the classes in the module's MRO, because wrappers and `fully_shard` make
+    subclasses. If unrelated classes have the same name, the name of the Python module is matched as well.
+
+    A fused weight is split by default if its parts are certain: the type of its module is in this table, and the sizes
+    of the parts add up to the size of the weight. The weight then gets the same update as if its parts were stored
+    separately. Any other fused weight is not split. If its name suggests fused parts, the routing table shows "fused?"
+    and the override that splits the weight.
 """
 
 from __future__ import annotations
@@ -41,17 +45,17 @@ _Kind = Literal[
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a parameter in its model, and how to read the parameter as matrices.
+    """The role of a parameter in its model, and how the parameter is divided into matrices.
 
     Attributes:
         kind: "linear", "embedding", "norm" etc. (see `_Kind`).
         reason: Reason for the assignment to Muon or AdamW, as shown in the routing table. For the kinds "unclear" and
-            "unknown", an error text that describes the problem and its solution.
-        view: Options with which `matrix_view` divides the parameter into matrices. Parameters that go to AdamW by
-            default can have them too, because the user can assign these parameters to Muon.
+            "unknown", an error message that states the problem and how to fix it.
+        view: Options with which `matrix_view` divides the parameter into matrices. They can also be set for a parameter
+            that goes to AdamW by default, because the user can assign the parameter to Muon.
         reads: Sizes of a layer's input dims, or the width of a norm or an embedding; empty if unknown.
-        decays: True if AdamW applies weight decay to the parameter, provided that the parameter is not 1-D.
-        remark: Addition to the reason, such as a "fused?" hint, for parameters that are assigned to Muon by default.
+        decays: Whether AdamW applies weight decay. Ignored for 1-D parameters, which never decay.
+        remark: Addition to the reason, such as a "fused?" hint. Only for parameters that go to Muon by default.
     """
 
     kind: _Kind
@@ -69,12 +73,12 @@ class Role:
 
     @classmethod
     def of_known_type(cls, owners: Sequence[tuple[str, nn.Module]], shape: Ints) -> Role | None:
-        """Look up a parameter in the preset table. Entries for outer modules take precedence over entries for inner
-        modules.
+        """Look up a parameter's role in the preset table. If entries for several enclosing modules match, the entry for
+        the outermost module is used.
 
         Args:
-            owners: (the parameter's name relative to the module, the module) for each enclosing module, innermost
-                first.
+            owners: Pairs (name of the parameter relative to the module, module), one for each enclosing module,
+                innermost first.
             shape: The parameter's global shape.
 
         Returns:
@@ -102,16 +106,16 @@ class _Preset:
     """Entry of the preset table. It describes one weight of one or more module types.
 
     Attributes:
-        types: Globs for class names, or for module and class name. One must match a class in the module's MRO.
-        weight: Glob for the parameter's name relative to the module.
+        types: Globs for class names, or for names of a Python module and class. At least one glob must match a class in
+            the MRO of the weight's module.
+        weight: Glob for the weight's name relative to the module.
         what: Reason shown in the routing table.
-        view: Function that returns the options of `matrix_view`. Its arguments are the module and the weight's global
-            shape, because the parameter itself may be a placeholder. If the function raises an error or the sizes do
-            not fit the weight, the entry is skipped, since the module must belong to an unrelated class with the same
-            name.
+        view: Function that takes the module and the weight's global shape, and returns the options of `matrix_view`.
+            The shape is an argument because the weight itself may be a placeholder. If the function raises an error or
+            the sizes do not fit the weight, the entry is skipped.
         kind: "matrices", "entries" etc. (see `_Kind`).
-        decays: True if AdamW applies weight decay.
-        has: Names of attributes that the module must have in addition to the type.
+        decays: Whether AdamW applies weight decay.
+        has: Names of attributes that the module must also have for the entry to match.
     """
 
     types: tuple[str, ...]

@@ -1,8 +1,9 @@
-"""The role of each parameter in a model: an embedding, a norm, a matrix, several fused matrices, or unknown.
+"""Roles of the parameters in a model. Examples of roles are embedding, norm, matrix, several fused matrices, and
+unknown.
 
-The role depends only on the model: the module that holds a parameter, the enclosing modules, other modules that share
-the parameter, and its global shape. It does not depend on overrides, learning rates or groups. For well-known module
-types, presets.py adds details. After the roles are known, groups.py finds output heads and experts.
+A parameter's role depends on its global shape, the module that contains it, the enclosing modules, and other modules
+that share it. The role does not depend on overrides, learning rates or groups. For well-known module types, presets.py
+determines the role. After the roles are known, groups.py finds output heads and experts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from shardmuon.routing.presets import Role, numbers_out
 
 _Convolution = nn.modules.conv._ConvNd  # base class of torch's convolutions and transposed convolutions
 # `_KEEP` lists the attributes in which torch.compile, FSDP1 and activation checkpointing store the wrapped module.
-# `_KEEP_AS_MODULE` lists, by class name, the wrappers of torch and Megatron that store the wrapped module as `module`.
-# Class names are used because Megatron may not be installed.
+# `_KEEP_AS_MODULE` lists the wrapper classes of torch and Megatron that store the wrapped module in the attribute
+# `module`. The classes are listed by name, because Megatron may not be installed.
 _KEEP = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _KEEP_AS_MODULE = {
     *("DistributedDataParallel", "DataParallel"),
@@ -50,10 +51,12 @@ class Place(NamedTuple):
 
     Attributes:
         order: Position of this place in model order.
-        name: Full name of the parameter, without the parts that wrappers add, so that an override matches whether or
-            not the model is wrapped.
-        leaf: Attribute name of the parameter in its module; for a parametrized weight, the name of the weight.
-        owners: (the parameter's name relative to the module, the module) for each enclosing module, innermost first.
+        name: Full name of the parameter, without the parts that wrappers add. So an override matches whether or not the
+            model is wrapped.
+        leaf: Name of the module's attribute that stores the parameter. For a parametrized weight, the name of the
+            weight.
+        owners: Pairs (name of the parameter relative to the module, module), one for each enclosing module, innermost
+            first.
     """
 
     order: int
@@ -124,10 +127,9 @@ class Placed:
         return [cls(param, tuple(places)) for param, places in found.values()]
 
     def shape_and_role(self, options: Mapping[str, Any]) -> tuple[Ints, Role]:
-        """Return the parameter's global shape and role. If the shape is unknown, the role has the kind "unknown".
-        `options` contains the group options that describe how plain tensors are sharded, such as `tp_group`. All shards
-        of a plain tensor are assumed to have the same size.
-        """
+        """Return the parameter's global shape and role. If the global shape is unknown, the role has the kind
+        "unknown". `options` are the parameter group options that describe how plain tensors are sharded, such as
+        `tp_group`. All shards of a plain tensor are assumed to have the same size."""
         param, module = self.param, self.places[0].module
         if is_lazy(param):
             return (), Role("unknown", "is not initialized yet. Run one forward pass, then build the groups")
@@ -223,12 +225,12 @@ def _role_at(place: Place, shape: Ints) -> Role:
 
 
 def _convolution(place: Place, shape: Ints) -> Role:
-    """Determine the role of a convolution's kernel: one (out, in*k...) matrix per group of channels.
+    """Determine the role of a convolution's weight, which usually has one (out, in*k...) matrix per group of channels.
 
-    The kernel of a transposed convolution has the shape (in, out/groups, k...). Flattened, it is the transpose of the
-    matrix that maps the features at one position to the output patch. Orthogonalization commutes with transposition, so
-    only learning-rate scales that distinguish rows from columns are affected. Set `transposed=True` to get the scales
-    of the untransposed matrix.
+    The weight of a transposed convolution has the shape (in, out/groups, k...). Flattened, it is the transpose of the
+    matrix that maps the features at one position to the output patch. Orthogonalizing a transpose gives the transposed
+    result, so only learning-rate scales that distinguish rows from columns are affected. To get the scales of the
+    untransposed matrix, set `transposed=True`.
     """
     module: Any = place.module
     groups: int = module.groups
@@ -278,11 +280,11 @@ def _by_shape(place: Place, shape: Ints) -> Role:
 
 def _fused_hint(place: Place, shape: Ints) -> str:
     """Make a remark for the routing table if a weight's name suggests fused parts. The remark contains the override
-    that splits the parts. Return "" if the name suggests no fused parts.
+    that splits the weight into these parts. Return "" if the name does not suggest fused parts.
 
-    A name does not show the order of rows. The order can be all of q, then all of k, then all of v; or it can be q, k
-    and v of head 0, then q, k and v of head 1, and so on. With an override for the wrong order, each part would mix
-    rows of q, k and v, so the remark names the order that it assumes.
+    A name does not show the order of the rows. For example, a weight can store all of q, then all of k, then all of v,
+    or it can store q, k and v of each attention head together. If an override assumes the wrong order, each part mixes
+    rows of q, k and v. Therefore the remark states the order that it assumes.
 
     Args:
         place: Place of the weight in the model.

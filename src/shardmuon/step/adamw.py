@@ -1,13 +1,15 @@
-"""AdamW step for the groups with use_muon=False: torch's functional AdamW, applied to local shards, with the state keys
-of torch.optim.AdamW.
+"""AdamW step for the groups with use_muon=False. Torch's functional AdamW is applied to local shards. The state has the
+keys of torch.optim.AdamW.
 
 [Note: one form of AdamW]
-    On CPUs, torch's fused kernel processes a tensor in vectors of 64 bytes. It rounds the remaining elements at the end
-    of the tensor differently, so results would depend on where a tensor is sharded. Therefore these elements are copied
-    to a buffer and padded with zeros, so that the kernel processes all elements in vectors. The kernel also ignores
-    strides and processes elements in the order of memory, so tensors whose memory order differs from the weight's are
-    copied in the same way. On other devices, the kernel computes each element independently. See
-    docs/adr/0022-one-adamw-form.md.
+    On CPUs, torch's fused kernel processes a tensor in vectors of 64 bytes. Elements at the end of the tensor that do
+    not fill a vector are rounded differently, so results would depend on how a tensor is sharded. Therefore these
+    elements are copied to a buffer and padded with zeros to whole vectors.
+
+    The kernel also ignores strides and processes elements in the order of memory. Tensors whose memory order differs
+    from the weight's are therefore copied in the same way.
+
+    On other devices, the kernel computes each element independently. See docs/adr/0022-one-adamw-form.md.
 """
 
 from __future__ import annotations
@@ -85,9 +87,9 @@ def _completed(
     state: MutableMapping[Tensor, dict[str, Any]],
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
-    """Create missing state, and return a row (local tensors) for every participating parameter of a group. A parameter
-    participates if it has a gradient, or if its gradient is missing only because this rank stores no elements of the
-    parameter. Collective if a gradient must be redistributed to its parameter's layout."""
+    """Return a row of local tensors for every parameter of a group that takes part in the step, and create missing
+    state. A parameter takes part if it has a gradient, or if it has none only because this rank stores no elements of
+    the parameter. Collective if a gradient must be redistributed to its parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
     stepped = engines() | set(map(engine_of, others))  # engines (storage adapters) of all parameters with a gradient
     found: list[Row] = []
@@ -108,10 +110,10 @@ def _completed(
 
 def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
     """Create `step`, `exp_avg` and `exp_avg_sq`, as torch.optim.AdamW does, unless all three exist. The moments have
-    the parameter's layout.
+    the parameter's layout. If the moments are missing, an existing `step` is replaced, because it counts Muon's steps.
 
-    Delete Muon's momentum and the state of variants (such as NorMuon), which would be stale if the parameter returned
-    to Muon. A `step` left over from Muon is replaced, because it counts Muon's steps.
+    Delete Muon's momentum and the state of Muon variants (such as NorMuon). Such state would be out of date if the
+    parameter returned to Muon later.
     """
     for key in (BUFFER, SCALE, *KEPT_KEYS):
         state.pop(key, None)
@@ -131,16 +133,16 @@ _Line = Sequence[Tensor]
 
 
 def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Line]]]:
-    """Split the tensors on one device into tensors that are updated in place and tensors that are updated in padded
-    copies ([Note: one form of AdamW]).
+    """Divide the tensors on one device into tensors that AdamW updates in place and tensors that it updates in padded
+    copies (see [Note: one form of AdamW]).
 
     Args:
         rows: This rank's local tensors of each parameter on the device.
-        cuts: True if the elements at a tensor's end that do not fill a vector of the kernel must be updated in a padded
-            copy. Must be True on CPUs, where the kernel rounds these elements differently.
+        cuts: Whether elements at a tensor's end that do not fill a vector of the kernel are updated in a padded copy.
+            Must be True on CPUs, where the kernel rounds these elements differently.
 
     Returns:
-        List of tensors to update in place, and list of groups of tensors. The tensors of a group are updated in one
+        A list of tensors to update in place, and a list of groups of tensors. All tensors of a group are updated in one
         padded copy.
     """
     lines: list[_Line] = []

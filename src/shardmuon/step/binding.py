@@ -1,7 +1,10 @@
-"""Bindings. A binding combines a plan, which assigns each matrix to the ranks that orthogonalize it, with this rank's
-parameters. It is cached until parameters, layouts or options change. This module also makes specs, the descriptions of
-parameters from which plans are made, both for optimizers and for the command `shardmuon plan`, which runs in a single
-process.
+"""Bindings, and the specs from which plans are made.
+
+A binding combines a plan with this rank's parameters. The plan assigns each matrix to the ranks that orthogonalize it.
+The binding is cached until parameters, layouts or options change.
+
+A spec describes one parameter to the planner. Specs are made both for optimizers and for the command `shardmuon plan`,
+which runs in a single process.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ class Member(NamedTuple):
         name: Name of the parameter in messages.
         identity: Name that identifies the parameter on all ranks; "" if it has none.
         engine: Storage adapter, which gives access to the parameter's layout and local storage.
-        signature: Summary of the parameter's layout that the engine computed when the plan was made. If the engine
-            later computes a different summary, the layout has changed.
+        signature: Summary of the parameter's layout at the time when the plan was made. If the engine returns a
+            different summary later, the layout has changed.
     """
 
     param: Tensor
@@ -59,34 +62,34 @@ class Member(NamedTuple):
 
 
 class Binding(Agreed):
-    """A plan, with this rank's parameters and buckets (sets of matrices that are exchanged together). The attributes of
-    the base class are taken from the layout table.
+    """A plan, with this rank's parameters and buckets. A bucket is a set of matrices that are exchanged together. The
+    attributes of the base class are taken from the layout table.
 
     Args:
         rank: Global rank for which the binding is made.
-        table: Table that lists which rank stores which piece of each parameter.
+        table: Layout table, which lists the pieces of each parameter that each rank stores.
         plan: Plan for the parameters of the table, which assigns each matrix to the ranks that orthogonalize it.
         members: The parameters of the table, in the same order.
         settings: Settings of each parameter's group.
         planned: For each group, a string of the options on which the plan depends; "" for a group that AdamW updates.
-        ns_device: Device on which matrices are orthogonalized; None: the device of each bucket's exchange buffers.
+        ns_device: Device on which matrices are orthogonalized. If None, the device of each bucket's exchange buffers.
 
     Attributes:
         buckets: The buckets that this rank takes part in, in the plan's order.
         group_of: Index of each parameter's group.
-        alike_members: Dict from a tuple (index of a group, engine, dtype, device) to the indices of the parameters that
-            have all four in common.
+        alike_members: Dict from (index of a group, engine, dtype, device) to the indices of all parameters with these
+            four properties.
         on_weights: Indices of parameters whose Muon variant (such as Hyperball) rescales the updated weights.
         alike: Dict from a set of ranks to the indices of the parameters that these ranks must update in the same way.
-            For most parameters, the set contains all ranks that share the parameter. For a parameter in `lacking`, the
-            set contains only the ranks that store elements of the parameter.
+            For most parameters, the set contains all ranks over which the parameter is sharded or replicated. For a
+            parameter in `lacking`, the set contains only the ranks that store elements of the parameter.
         elsewhere: Indices of the parameters in `lacking` that have no elements on this rank.
-        lacking: Dict from each set of ranks to the indices of some of the parameters that these ranks share: those
-            parameters that can lack a gradient on a rank because the rank stores none of their elements.
+        lacking: Dict from each set of ranks to the indices of parameters that are sharded or replicated over these
+            ranks. The dict contains only parameters whose gradient can be missing on a rank because the rank stores
+            none of their elements.
         bits: Dict from the index of each parameter in `lacking` to the position of the parameter's bit in the vote
             before a step. The bit shows whether any rank has the parameter's gradient.
-        num_bits: Number of these bits in the vote: one for each parameter that is in `lacking` on any of the voting
-            ranks.
+        num_bits: Number of these bits in the vote: one for each parameter that is in `lacking` on any voting rank.
         buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
             step without these parameters.
         weight_sets: Function that takes indices of parameters and returns the `WeightSet`s that compute the norms of
@@ -135,9 +138,16 @@ class Binding(Agreed):
         )
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
-        """Assign a bit of the vote to each parameter whose gradient can be missing on some ranks (`lacking`). Bits are
-        unique among all ranks that vote together. `everyone` contains one dict per rank, from each set of ranks to the
-        number of such parameters that the set shares. Raise Refused if a vote has too few bits for these parameters."""
+        """Assign a bit of the vote to each parameter in `lacking`, whose gradient can be missing on ranks that store
+        none of its elements. Bits are unique among all ranks that vote together.
+
+        Args:
+            everyone: One dict per rank, from each set of ranks to the number of such parameters that are sharded or
+                replicated over the set.
+
+        Raises:
+            Refused: There are more such parameters than bits in a vote.
+        """
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
             raise Refused(
@@ -159,12 +169,12 @@ class Offer:
         keeper: Object that creates and converts stored momentum.
 
     Attributes:
-        ns_device: Device on which this rank orthogonalizes matrices: the accelerator if parameters are offloaded to the
-            CPU, else None, which stands for the parameters' own device.
+        ns_device: Device on which this rank orthogonalizes matrices. It is the accelerator if parameters are offloaded
+            to the CPU. None stands for the device of the parameters.
         listed: This rank's parameters that Muon updates.
         stamp: Text that lists the properties of this machine that affect the bits of matrix products.
-        refs: Dict from a set of ranks to a process group of exactly these ranks, found in a parameter or its options.
-            If there are several such groups, the dict contains the one whose name comes first alphabetically.
+        refs: Dict from a tuple of ranks to a process group of exactly these ranks, found in a parameter or its options.
+            If there are several such groups, the one whose name comes first alphabetically is used.
     """
 
     def __init__(
@@ -262,11 +272,11 @@ def make_spec(
 
     Args:
         name: Name of the parameter in messages.
-        layout: Layout that lists which rank stores which piece of the parameter.
+        layout: Layout of the parameter, which lists the pieces that each rank stores.
         settings: Settings of the parameter's group.
-        config: Options of the whole optimizer, which determine how to orthogonalize each matrix.
+        config: Options of the whole optimizer, which determine how each matrix is orthogonalized.
         device: Device of the parameter.
-        ns_device: Device on which the matrices are orthogonalized; None: `device`.
+        ns_device: Device on which the matrices are orthogonalized. If None, the parameter's device.
         doubles: True if the parameter is fp64.
         kept_of: Function that takes a post-processing stage of the parameter's Muon variant and returns the layout of
             the stage's state tensor.
@@ -287,10 +297,10 @@ def fingerprint(storage: Tensor) -> int:
     """Compute a 64-bit hash of a tensor's bits and their order. Equal tensors on devices of the same type have equal
     hashes.
 
-    Each 8-byte word is mixed with its position by a bijection in which every output bit depends on every input bit
-    (`stores.mix_`), and the results are added. Therefore a change of one word is always detected, and changes of
-    several words cancel with a probability of only 2**-64. A weighted sum of the words would be too weak: changes of
-    +1, -1, -1 and +1 ulp in neighboring elements cancel in any function that is linear in word and position.
+    The hash is a sum over all 8-byte words. Each word is first mixed with its position by a bijection in which every
+    output bit depends on every input bit (`stores.mix_`). Therefore a change of one word is always detected, and
+    changes of several words cancel with a probability of only 2**-64. Multiplying each word by its position would not
+    suffice: changes of +1, -1, -1 and +1 in four neighboring words would cancel.
     """
     flat = storage.detach().reshape(-1)
     # `cat` pads the tensor to whole 8-byte words and copies it to aligned memory, as required for viewing it as int64
