@@ -61,9 +61,10 @@ class Work:
     kinds: list[_Kind] = field(default_factory=list)
 
 
-# Maximum number of elements that one list operation (torch._foreach_*) processes: first on CPUs, then on other devices.
-# The limit bounds the size of temporary tensors. On a CPU, these tensors fit in the cache. On other devices, the limit
-# is large enough for efficient kernel launches. A tile (part of a matrix) with more elements is processed alone.
+# Maximum number of elements that one list operation (torch._foreach_*) processes. The first value is for CPUs, the
+# second value for other devices. The limit bounds the size of temporary tensors. On a CPU, these tensors fit in the
+# cache. On other devices, the limit is large enough for efficient kernel launches. A tile (part of a matrix) with more
+# elements is processed alone.
 _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles (parts of matrices) that have equal
@@ -342,10 +343,9 @@ def momentum_(
 
 
 def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """Split the tensors of several lists into slabs that fit in a CPU's cache, and yield the slabs one at a time. Each
-    argument is a list, and tensors at the same index must have the same shape. On other devices, the lists are yielded
-    unchanged. The same applies to lists with more than one tensor, because `Side.portions` has already limited their
-    total size."""
+    """Yield several lists of tensors in slabs that fit in a CPU's cache. Tensors at the same index of the lists must
+    have the same shape. Only lists of a single large tensor on a CPU are split. Longer lists are yielded whole, because
+    `Side.portions` has already limited their total size."""
     first = columns[0][0]
     if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= _PORTION:
         yield columns

@@ -1,6 +1,7 @@
-"""Validation of an optimizer step. Validation reads everything on which the step depends, without changing anything,
-and collects the values that must be equal on all ranks that share a parameter. Before the step, ranks vote on whether
-to take it, and compare digests of these values. If the digests differ, the error message contains the values.
+"""Validation of an optimizer step. Validation reads everything on which the step depends, without changing weights or
+optimizer state, and collects the values that must be equal on all ranks that share a parameter. Before the step, ranks
+vote on whether to take it, and compare digests of these values. If the digests differ, the error message contains the
+values.
 
 Validation may raise any exception, because its only caller reports the exception in this rank's vote. Missing momentum
 is allocated during validation, so that a rank that runs out of memory can report this error before any rank has changed
@@ -48,7 +49,7 @@ class Proposal(Work):
         said: For each parameter, two strings that must be equal on all ranks that share it: the state of its gradient
             (from `states`), and its dtypes and options.
         made: New optimizer state of each parameter whose state must be created or converted. The keys are parameter
-            indices, and the values contain the complete state of a parameter.
+            indices, and each value is the complete state of one parameter.
         fresh: Dict from parameter index to the keys of missing state tensors and of weight norms that no step has
             checked (see `_unsettled`).
         adamw: Dict from the index of each AdamW group to one `Row` of local tensors per parameter. The entry is None

@@ -125,8 +125,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
     Every call starts with `torch.manual_seed(0)` and the parent's current warning filters. So random numbers do not
     depend on earlier calls, and Python's option `-W error` takes effect on the ranks. Ranks have the environment
-    variables that the parent had when its first pool started. A script that uses a pool needs an `if __name__ ==
-    "__main__":` guard, because the pool starts processes with a fork server. Use a pool from a single thread only.
+    variables that the parent had when its first pool started. A script that uses a pool needs an
+    `if __name__ == "__main__":` guard, because the pool starts processes with a fork server. Use a pool from a single
+    thread only.
 
     Args:
         world_size: Number of ranks, at least 1.
