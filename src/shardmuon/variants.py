@@ -14,8 +14,8 @@ kind run in the order in which `variant` names them.
 
     The owner of a matrix is the rank that orthogonalizes it. With any sharding, the owner has the whole matrix, and
     runs the stages before and after the orthogonalization. Stages before the orthogonalization read the elements of the
-    matrix. Stages after the orthogonalization read the norm of the matrix, or the norms of its rows or columns. So both
-    kinds of stages need no communication, and give the same bits with any sharding.
+    matrix. Stages after the orthogonalization read the norm of the matrix, or the norms of its rows or columns. So
+    these two kinds of stages need no communication, and give the same bits with any sharding.
 
 [Note: state of stages]
     A stage that runs after the orthogonalization or on weights can store `num_kept` fp32 numbers per matrix between
@@ -217,7 +217,7 @@ class AfterStage(Stage):
         - `norms.shape` is (B, rows, cols).
         - `norms.whole`, of shape (B, 1), is the Frobenius norm of each matrix (not squared).
         - `norms.means`, of shape (B, L), is the mean square of each of the L lines. It is available only if `of_lines`
-        is True.
+          is True.
         - `norms.sums(means)[0]`, of shape (B, 1), is the sum of `means` over the lines of each matrix.
         - `_over(a, b)` is a / b for tensors of shape (B, 1), with 1 in place of quotients that are not finite.
 
@@ -346,9 +346,9 @@ class NorMuon(AfterStage):
     Source: Li et al. 2025, https://arxiv.org/abs/2510.05491, in the form of nanochat (nanochat/optim.py,
     `muon_step_fused`), which takes means over the shorter dim. Means over the longer dim would have little effect,
     because orthogonalization already gives equal norms to the columns of a tall matrix and to the rows of a wide
-    matrix. dion (dion/normuon.py) uses a different form: it always takes the mean of each row, divides by sqrt(v) +
-    1e-8, and restores the norm of each shard of a sharded matrix. v needs no bias correction, because the norm of the
-    whole matrix is restored.
+    matrix. dion (dion/normuon.py) uses a different form: it always takes the mean of each row, divides by
+    `sqrt(v) + 1e-8`, and restores the norm of each shard of a sharded matrix. v needs no bias correction, because the
+    norm of the whole matrix is restored.
 
     Attributes:
         beta2: Weight of the previous value in the running average v. nanochat and the paper use the same value.
@@ -376,8 +376,9 @@ class NorMuon(AfterStage):
 
 
 class HyperballUpdate(AfterStage):
-    """Hyperball: scaling of the update O to the norm R at which `HyperballWeight` keeps the weights: O <- R O /
-    ||O||_F.
+    """Hyperball: scaling of the update O to the norm R at which `HyperballWeight` keeps the weights:
+
+        O <- R O / ||O||_F
 
     The state is R, one fp32 number per matrix: the norm of the weights before the first step, or 0 while this norm is
     unknown. R is unknown in two cases. If torch's checkpointing has created the state before the first step, the next

@@ -1,5 +1,5 @@
 """Descriptions of attention layers: which rows of which weights produce queries and keys. `Attention.all_in` finds a
-model's attention layers by the names of parameters and the attributes of modules. No framework is imported.
+model's attention layers by the names of parameters and the attributes of modules, without importing any framework.
 
 A *layer* is an attention layer. A *head* is a query head. A *group* is a set of query heads that share one key head.
 The *role* of a weight's row says what the row produces:
@@ -99,7 +99,7 @@ class Attention:
             with such modules cannot be clipped, because the normalization would undo any scaling of the weights.
 
     Raises:
-        ValueError: The numbers of heads and rows do not fit together, or no rows produce queries or keys.
+        ValueError: The numbers of heads and rows do not fit together, no rows produce queries, or no rows produce keys.
     """
 
     name: str

@@ -36,8 +36,8 @@ _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class Bound:
-    """One bucket (a set of matrices that ranks exchange together), as one rank runs it. Objects are cached between
-    steps and hold no tensors.
+    """Executor of one bucket on one rank. A bucket is a set of matrices that ranks exchange together. Objects are
+    cached between steps and hold no tensors.
 
     A bucket has up to three exchanges. The gather collects whole matrices on the ranks that orthogonalize them. The
     scatter returns the results to the ranks that store the shards. The relay forwards the results to further ranks,
@@ -112,10 +112,10 @@ class Bound:
         # each rank. It starts the exchange and returns a handle.
         exchange: Callable[[Tensor, Ints, Ints], Pending],
     ) -> Iterator[None]:
-        """Run one bucket (a set of matrices that ranks exchange together). The generator yields after it has started an
-        exchange, so that the caller can run other buckets until the exchange has finished (see
-        `shardmuon.price.clock.turns`). If the bucket has no gather and no scatter, the generator still yields at these
-        two points, so that the caller can treat all buckets alike.
+        """Run one bucket (a set of matrices that ranks exchange together). The generator yields each time it has
+        started an exchange, so that the caller can run other buckets until the exchange has finished (see
+        `shardmuon.price.clock.turns`). A bucket without a gather and a scatter also yields twice, so that the caller
+        can treat all buckets alike.
 
         Send and receive buffers are freed as early as possible, because matrix products need the memory.
         """

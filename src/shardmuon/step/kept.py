@@ -6,7 +6,7 @@ variants.py).
     FSDP1 can save only state tensors that are as long as its flat parameters, and DeepSpeed's universal checkpoints can
     contain only Adam's state. Stage state fits neither format. But it is small and equal on every rank, and both
     frameworks save and load the options of parameter groups unchanged. So saved parameter groups contain the stage
-    state under the key `CARRIED`. An optimizer's own parameter groups contain this key at most between loading and the
+    state under the key `CARRIED`. An optimizer's own parameter groups can contain this key only between loading and the
     next step.
 """
 

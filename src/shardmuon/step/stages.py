@@ -2,15 +2,15 @@
 its update. The scaling factor depends on the norm of the whole matrix. See [Note: stages] in variants.py.
 
 A `WeightSet` computes this rank's part of the squared norm of each matrix. `scale_weights` sums these parts over ranks
-and passes the sums back to the `WeightSet`, which multiplies the weights.
+and passes the sums back to the `WeightSet`, which rescales the matrices.
 
 [Note: norms of whole matrices]
-    Each rank sums the squares of its shards in fp64. If several ranks store the same shard, only the first of them
-    includes it. An all-reduce adds the sums of all ranks that share the parameter, and the square root of the total is
-    rounded to fp32. The order of the additions depends on the sharding, so the fp64 sums of two shardings have a
-    relative difference of about 5e-15. The rounded norms differ only if the fp64 value is equally close to the midpoint
-    of two fp32 numbers, which happens for about one norm in 25 million. Gradient norms are computed in the same way
-    (gradients/clip.py).
+    Each rank sums the squares of its shards in fp64. If several ranks store the same shard, only the first of these
+    ranks includes it. An all-reduce adds the sums of all ranks that store parts of the parameter, and the square root
+    of the total is rounded to fp32. The order of the additions depends on the sharding, so the fp64 sums of two
+    shardings have a relative difference of about 5e-15. The rounded norms differ only if the fp64 value is equally
+    close to the midpoint of two fp32 numbers, which happens for about one norm in 25 million. Gradient norms are
+    computed in the same way (gradients/clip.py).
 
 [Note: all-zero matrices]
     All-zero weight matrices are detected when norms are first computed, and one warning names all of them. The CPU does
@@ -44,9 +44,9 @@ _PART = 1 << 17
 
 
 class WeightSet:
-    """A set of parameters that the same ranks share and that the same stage of a Muon variant (such as Hyperball's)
-    rescales. The class computes this rank's part of the squared norms of the weight matrices, and rescales the
-    matrices. Objects are cached between steps and hold no tensors.
+    """Parameters that are sharded or replicated over the same ranks and rescaled by the same stage of a Muon variant
+    (such as Hyperball's). The class computes this rank's part of the squared norms of the weight matrices, and rescales
+    the matrices. Objects are cached between steps and hold no tensors.
 
     Args:
         plan: Plan that contains the parameters.
@@ -91,9 +91,10 @@ class WeightSet:
 
         Args:
             plan: Plan that contains the parameters.
-            stages: Dict from parameter index to the stages of the parameter's Muon variant. It contains the parameters
-                whose weight norms are unknown (before the update) or the parameters that have gradients (after the
-                update). All ranks that share a parameter must agree on whether the dict contains it.
+            stages: Dict from parameter index to the stages of the parameter's Muon variant. Before the update, it
+                contains the parameters whose weight norms are unknown. After the update, it contains the parameters
+                that have gradients. All ranks that store parts of a parameter must agree on whether the dict contains
+                it.
             rank: Global rank that uses the sets.
             shapes: Shape of the rank's local storage for each parameter of the plan.
         """

@@ -1,5 +1,5 @@
 """Elementwise updates of momentum and weights. They run on tiles, the parts of matrices that this rank stores. A tile
-is a view of a local tensor or of an exchange buffer.
+is accessed as a view of a local tensor or of an exchange buffer.
 
 Momentum and weights are updated in place, with one call for many tiles. This module does not communicate or
 orthogonalize. Weights, gradients and momentum can have different dtypes, and need not be on the device of the exchange
@@ -343,9 +343,9 @@ def momentum_(
 
 
 def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """Yield several lists of tensors in slabs that fit in a CPU's cache. Tensors at the same index of the lists must
-    have the same shape. Only lists of a single large tensor on a CPU are split. Longer lists are yielded whole, because
-    `Side.portions` has already limited their total size."""
+    """Yield the given lists of tensors, split into slabs that fit in a CPU's cache. Tensors at the same index of the
+    lists must have the same shape. Only lists of a single large tensor on a CPU are split. Longer lists are yielded
+    whole, because `Side.portions` has already limited their total size."""
     first = columns[0][0]
     if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= _PORTION:
         yield columns

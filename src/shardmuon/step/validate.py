@@ -53,7 +53,8 @@ class Proposal(Work):
         fresh: Dict from parameter index to the keys of missing state tensors and of weight norms that no step has
             checked (see `_unsettled`).
         adamw: Dict from the index of each AdamW group to one `Row` of local tensors per parameter. The entry is None
-            instead of a `Row` if the parameter's gradient or state is missing or does not match the parameter.
+            instead of a `Row` if the parameter's gradient or state is missing or does not match the parameter's layout
+            and dtype.
         presence: Bit mask with one bit for each parameter whose gradient can be missing on some ranks (see
             `Binding.bits`). A bit is 1 if this rank has the gradient.
     """
@@ -160,7 +161,7 @@ def _glance(
     of_group: Settings,
     core: Any,
 ) -> None:
-    """Check all parameters of a group at once that have a gradient and no state except momentum, and fill in their
+    """Check in bulk the parameters of a group that have a gradient and no state except momentum, and fill in their
     entries in the proposal. This is the fast path of `validate`. Do nothing if any of these gradients or momenta does
     not have the layout of its parameter."""
     rows, state = [], core.state

@@ -1,7 +1,7 @@
 """Runs of shardmuon under FSDP1 and DeepSpeed on a pool of ranks, for tests that compare the results with a reference.
 
-Each framework runs its own forward and backward passes, gathers tensors and builds state dicts. DeepSpeed starts
-without compiling extensions and logs only errors.
+Each run uses the framework's own functions for forward and backward passes, for gathering tensors, and for state dicts.
+DeepSpeed starts without compiling extensions and logs only errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
 class _GivenGradients(nn.Module):
     """A module whose backward pass produces given gradients. `forward` takes one gradient tensor per parameter and
-    returns the matching loss.
+    returns a loss that has these gradients.
 
     Parameters are looked up by name, because FSDP1 replaces the parameter objects.
 
@@ -70,7 +70,7 @@ class Run:
 
     Attributes:
         optimizer: The optimizer.
-        steps: Dtype of the weights that the optimizer updates. The reference model uses the same dtype. None: the
+        steps: Dtype of the weights that the optimizer updates. The reference model uses the same dtype. Default: the
             model's dtype.
     """
 

@@ -7,10 +7,11 @@ The builder of a layout only makes sharded parameters. It calls PyTorch's own fu
 implementation.
 
 [Note: cut once]
-torch shards and traces each shape and dtype separately, so building the same layout repeatedly would take most of a
-test's time. Therefore the builder of a layout runs only once per process and set of shapes. Its input tensors contain
-the flat index of each element, so the result shows which elements this rank stores, and in which order. Later tensors
-of the same shapes are sharded directly from this result, with the same mesh and placements.
+Building a layout is slow, because torch shards and traces each shape and dtype separately. Building the same layout
+repeatedly would take most of a test's time. Therefore the builder of a layout runs only once per process and set of
+shapes. Its input tensors contain the flat index of each element, so the result shows which elements this rank stores,
+and in which order. Later tensors of the same shapes are sharded directly from this result, with the same mesh and
+placements.
 
 [Note: Megatron without Megatron]
 Megatron-FSDP can place any number of a DTensor's rows on a rank, and Megatron-core can split its flat buffers at any
