@@ -254,7 +254,6 @@ def _layer(
     """Make the `Attention` that describes a module's attention layer.
 
     Args:
-        holder: The module with its parameters.
         of_weights: Blocks of rows (as in `Rows.parts`) of each weight that produces queries or keys. The keys of the
             dict are parameter names relative to the module. A block of unknown size has size 0.
         repeats, dim: Attributes of `Rows`, equal for all these weights.

@@ -90,12 +90,10 @@ class WeightSet:
         process the sets that they have in common in the same order.
 
         Args:
-            plan: Plan that contains the parameters.
             stages: Dict from parameter index to the stages of the parameter's Muon variant. Before the update, it
                 contains the parameters whose weight norms are unknown. After the update, it contains the parameters
                 that have gradients. All ranks that store parts of a parameter must agree on whether the dict contains
                 it.
-            rank: Global rank that uses the sets.
             shapes: Shape of the rank's local storage for each parameter of the plan.
         """
         found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}

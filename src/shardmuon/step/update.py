@@ -109,7 +109,6 @@ class Side:
         shapes: For each parameter, the shape of this rank's local storage.
 
     Attributes:
-        loads: The tiles and their places in the buffer.
         params: For each tile, the index of its parameter.
         views: For each tile, the `MatrixView` of its parameter.
         shapes: For each tile, the shape (rows, cols) of its whole matrix.

@@ -98,12 +98,9 @@ def _compare(
     Args:
         layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
         steps_of: Generator function that yields the state of the reference model after each step.
-        dtype: Dtype of weights and gradients.
-        steps: Number of steps.
         params: Names of the parameters to select from `table`. Default: all parameters.
         table: Mapping from the name of each parameter to its shape and options.
         about: Optional function that is called with the sharded model's optimizer after the last step.
-        device: Device type of both models.
         options: Options of Muon. `lr` defaults to 1e-3.
     """
     cases, options = {name: table[name] for name in params or table}, {"lr": 1e-3, **options}

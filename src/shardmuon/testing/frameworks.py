@@ -215,12 +215,9 @@ class ZeroRun(Run):
     def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
         """Make a DeepSpeed engine on the CPU. All ranks must call this function.
 
-        Args:
-            model: The model to train.
-            optimizer: The optimizer that updates the weights.
-            config: DeepSpeed's configuration, which overrides the defaults of this function. By default, gradients are
-                not clipped, progress reports are practically disabled, and optimizers are allowed that DeepSpeed has
-                not been tested with.
+        DeepSpeed's configuration `config` overrides the defaults of this function. By default, gradients are not
+        clipped, progress reports are practically disabled, and optimizers that DeepSpeed has not been tested with are
+        allowed.
         """
         fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
         fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}

@@ -274,14 +274,9 @@ def _shard_like_megatron(
 
 
 def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Split a flat buffer into equal parts, and return the range of a tensor's elements that are in one of the parts.
-
-    Args:
-        before: The buffer has `before` + 1 elements in front of the tensor, and 2 elements after the tensor.
-        size: Number of elements of the tensor.
-        num_parts: Number of parts.
-        part: Index of the part.
-    """
+    """Split a flat buffer into `num_parts` equal parts, and return the range (start, stop) of a tensor's elements that
+    are in the part with index `part`. The tensor has `size` elements. The buffer contains `before` + 1 other elements
+    in front of the tensor, and 2 other elements after it."""
     each = -(-(3 + before + size) // num_parts)
     start, stop = (min(max(end * each - 1 - before, 0), size) for end in (part, part + 1))
     return (start, stop) if start < stop else (0, 0)
