@@ -6,11 +6,11 @@ and passes the sums back to the `WeightSet`, which rescales the matrices.
 
 [Note: norms of whole matrices]
     Each rank sums the squares of its shards in fp64. If several ranks store the same shard, only the first of these
-    ranks includes it. An all-reduce adds the sums of all ranks that store parts of the parameter, and the square root
-    of the total is rounded to fp32. The order of the additions depends on the sharding, so the fp64 sums of two
-    shardings have a relative difference of about 5e-15. The rounded norms differ only if the fp64 value is equally
-    close to the midpoint of two fp32 numbers, which happens for about one norm in 25 million. Gradient norms are
-    computed in the same way (gradients/clip.py).
+    ranks includes it. An all-reduce adds the sums of all ranks that share the parameter, and the square root of the
+    total is rounded to fp32. The order of the additions depends on the sharding, so the fp64 sums of two shardings have
+    a relative difference of about 5e-15. The rounded norms differ only if the fp64 value is equally close to the
+    midpoint of two fp32 numbers, which happens for about one norm in 25 million. Gradient norms are computed in the
+    same way (gradients/clip.py).
 
 [Note: all-zero matrices]
     All-zero weight matrices are detected when norms are first computed, and one warning names all of them. The CPU does
@@ -92,8 +92,7 @@ class WeightSet:
         Args:
             stages: Dict from parameter index to the stages of the parameter's Muon variant. Before the update, it
                 contains the parameters whose weight norms are unknown. After the update, it contains the parameters
-                that have gradients. All ranks that store parts of a parameter must agree on whether the dict contains
-                it.
+                that have gradients. All ranks that share a parameter must agree on whether the dict contains it.
             shapes: Shape of the rank's local storage for each parameter of the plan.
         """
         found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}

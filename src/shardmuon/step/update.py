@@ -46,7 +46,7 @@ class Work:
         settings: Settings of each parameter's group.
         kept: For each parameter, this rank's state tensors of the Muon variant's stages (such as NorMuon's second
             moments), in the order of `Spec.kept`.
-        rounding: Random bits and scales for stochastic or 8-bit rounding. The dict contains only the indices of
+        rounding: Dict from parameter index to random bits and scales for stochastic or 8-bit rounding. It contains only
             parameters that use such rounding.
         kinds: For each parameter, a tuple of its group, dtypes and devices. One list operation (torch._foreach_*) can
             process several parameters only if their tuples are equal.

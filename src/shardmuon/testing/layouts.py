@@ -1,6 +1,6 @@
 """Sharding layouts and parameters for tests. Each entry of `LAYOUTS` describes one way in which PyTorch or a framework
 shards parameters. `PARAMS` describes parameters that contain one matrix, several blocks or a stack of matrices. Many of
-their shapes do not divide evenly by the number of ranks.
+their sizes are not divisible by the number of ranks.
 
 The builder of a layout only makes sharded parameters. It calls PyTorch's own functions (`fully_shard`,
 `distribute_tensor`) where they exist, so that tests compare shardmuon's description of a layout with an independent
