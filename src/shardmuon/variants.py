@@ -1,53 +1,54 @@
-"""Variants of Muon. A variant adds computations, called stages, before the orthogonalization, after it, or after the
-update of the weights. `VARIANTS` lists all variants; the docstring of each stage gives its formula and source.
+"""Variants of Muon. A variant adds computations, called stages, to each step of Muon. `VARIANTS` lists all variants.
+The docstring of each stage gives its formula and source.
 
-A group's option `variant` names one variant, or several joined by "+" ("muon_eq+normuon"). Stages before the
-orthogonalization run first, then stages after the orthogonalization, then stages on weights. Stages at the same place
-run in the order in which `variant` names them.
+The option `variant` of a parameter group names one variant, or several joined by "+" ("muon_eq+normuon"). Stages before
+the orthogonalization run first, then stages after the orthogonalization, then stages on weights. Stages of the same
+kind run in the order in which `variant` names them.
 
 [Note: stages]
-    A step of Muon updates the momentum, orthogonalizes it, and updates the weights. A stage runs at one of three
-    places:
+    A step of Muon updates the momentum, orthogonalizes it, and updates the weights. There are three kinds of stages:
 
-    before    on the input of the orthogonalization, a whole matrix, on the rank that owns the matrix
-    after     on the orthogonalized matrix, on its owner, before it is multiplied by the learning rate
-    weights   on the updated weights: the stage gets the norm of each whole matrix and returns one factor per matrix
+    before    transforms the input of the orthogonalization
+    after     scales the orthogonalized matrix, before it is multiplied by the learning rate
+    weights   scales the updated weights, by a factor computed from the norm of the whole matrix
 
-    The owner of a matrix is the rank that orthogonalizes it, so this rank has the whole matrix with any sharding. A
-    stage before the orthogonalization reads the elements of the matrix. A stage after the orthogonalization reads the
-    norm of the matrix, or the norms of its rows or columns. Therefore these two kinds of stages do not depend on
-    shards, need no communication, and give the same bits with any sharding.
+    The owner of a matrix is the rank that orthogonalizes it. With any sharding, the owner has the whole matrix, and
+    runs the stages before and after the orthogonalization. Stages before the orthogonalization read the elements of the
+    matrix. Stages after the orthogonalization read the norm of the matrix, or the norms of its rows or columns. So
+    these two kinds of stages need no communication, and give the same bits with any sharding.
 
 [Note: state of stages]
-    A stage that runs after the orthogonalization or on weights can store `num_kept` fp32 numbers per matrix from one
-    step to the next. These numbers are in the optimizer's state, under the stage's `key`, as a tensor of shape (number
-    of stacked matrices or 1, num_kept). See layout/mesh.py. Every rank that shares the parameter stores all of these
-    numbers, so that any of these ranks can become the owner under another plan, with another sharding, or after a
-    checkpoint is loaded. If the stage's `travels` is True, the owner sends the changed numbers to the other ranks, bit
-    for bit, in the same exchange as the results. State that all ranks compute identically, such as the state of stages
-    on weights, is not sent. Stages with the same `key` share their state.
+    A stage that runs after the orthogonalization or on weights can store `num_kept` fp32 numbers per matrix between
+    steps. The optimizer's state contains these numbers under the stage's `key`, as a tensor of shape (number of stacked
+    matrices or 1, num_kept). See layout/mesh.py. Stages with the same `key` share their state.
+
+    Every rank that shares the parameter stores all of these numbers. So any of these ranks can become the owner under
+    another plan, with another sharding, or after a checkpoint is loaded. If the stage's `travels` is True, the owner
+    sends the changed numbers to the other ranks, bit for bit, in the same exchange as the results. The state of stages
+    on weights is not sent, because all ranks compute the same bits.
 
 [Note: to add one]
     A new stage requires changes in five files. Use a class in this file as an example: `HyperballUpdate` for a factor
     per matrix, `NorMuon` for a factor per row or column, `MuonEq` for a stage before the orthogonalization, or
     `HyperballWeight` for a stage on weights. Add new rows at the end of each table.
-    1. In this file, a subclass of `BeforeStage`, `AfterStage` or `WeightStage`; a frozen dataclass if it has fields,
-       because its `repr` must show them. Its docstring gives the formula, the source ("ours" if nobody published it),
-       and the differences from the source. The lines of an `AfterStage` are the rows of tall matrices and the columns
-       of wide ones; `scaled_` supports no others.
-    2. A row in `VARIANTS`, at the end of this file: the name that users write, and the stages.
-    3. A row in `_FORMULAS` (auditing/reference.py) for each stage: the same formula in fp64, written independently.
-    4. A row in `CASES` (tests/variant_cases.py). Start with placeholders: (0, 0) for the numbers of launches, and any
-       name for the audit's finding. The failing tests then print the correct values.
-    5. A row in the first table of docs/variants.md (source: a link, or "ours"). If the stage changes the size of
-       updates, explain in that file how this affects lr and the default adamw_lr.
-    6. A line in CHANGELOG.md.
+    1. In this file, add a subclass of `BeforeStage`, `AfterStage` or `WeightStage`. A subclass with fields must be a
+       frozen dataclass, so that its `repr` shows the fields. The docstring gives the formula, the source ("ours" if
+       nobody published it), and the differences from the source. An `AfterStage` with one factor per line must use the
+       rows of tall matrices and the columns of wide matrices, because `scaled_` supports no other lines.
+    2. At the end of this file, add a row to `VARIANTS`: the name that users write, and the stages.
+    3. In auditing/reference.py, add a row to `_FORMULAS` for each stage: the same formula in fp64, written
+       independently.
+    4. In tests/variant_cases.py, add a row to `CASES`. Start with placeholders: (0, 0) for the numbers of launches, and
+       any name for the audit's finding. The failing tests then print the correct values.
+    5. In docs/variants.md, add a row to the first table, with a link to the source, or "ours". If the stage changes the
+       size of updates, explain how this affects lr and the default adamw_lr.
+    6. In CHANGELOG.md, add a line.
 
     `pytest -k "<name> or <Stage>" tests/variants tests/auditing tests/step/test_cuda_shape.py` shows in a minute
     whether the stage works. Many other tests also run for each row of these tables. They check the formula, all-zero
     matrices, layouts, checkpoints, audits and accelerators. They also check that a matrix gets the same bits alone and
     in a batch, and that an audit finds a step that skips the stage. Steps, plans, checkpoints and `shardmuon verify`
-    contain no code for particular variants, because they use only the attributes that a stage declares.
+    use only the attributes that a stage declares, so they need no changes.
 """
 
 from __future__ import annotations
@@ -65,20 +66,19 @@ from shardmuon._torch import foreach_copy_, foreach_norm, power_of_two
 
 
 class Norms:
-    """Norms of the matrices of a batch, and optionally of their lines, in at least fp32. Each matrix is read only once.
+    """Norms of the matrices of a batch, computed in at least fp32, and optionally the mean squares of their lines.
+    Lines are the rows of a matrix with rows >= cols, else its columns. Each matrix is read only once.
 
-    Lines are the rows of a matrix with rows >= cols, else its columns. A tensor of norms has one number per matrix,
-    with shape (B, 1), or one number per line, with shape (B, L), where L is the number of lines. Except for sums, all
-    operations on these numbers are elementwise and round in the same way at any position in a vector. Sums read aligned
-    memory (`_aligned`), because kernels sum in a different order if memory is not aligned.
+    The bits of a matrix's norms do not depend on the rest of the batch, because each matrix is summed separately. Sums
+    read aligned memory (`_aligned`), because kernels sum in a different order if memory is not aligned. All other
+    operations are elementwise, and their rounding does not depend on the position of an element in a vector.
 
     Args:
-        x: The matrices, (B, rows, cols), unchanged. Each matrix is summed separately, so that the bits of its norm do
-            not depend on the rest of the batch.
+        x: The matrices, (B, rows, cols), which are not modified.
         of_lines: True to compute `means` as well.
 
     Attributes:
-        means: (B, L), the mean square of the elements of each line; None if `of_lines` is False.
+        means: (B, L), the mean square of the elements of each of the L lines; None if `of_lines` is False.
         shape: (B, rows, cols).
     """
 
@@ -132,8 +132,8 @@ def _line_norms(
 ) -> Tensor:  # returns shape (B, m) or (B, n), at least fp32
     """Compute the Euclidean norms of rows or columns, accumulated in at least fp32.
 
-    On CPUs, `vector_norm` along a dim whose elements are not adjacent in memory takes five to ten times as long as a
-    sum along this dim. For such a dim, the function computes the norm from a sum of squares.
+    On CPUs, `vector_norm` is slow along a dim whose elements are not adjacent in memory: it takes five to ten times as
+    long as a sum. Along such a dim, the norm is computed from a sum of squares.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     last_in_memory = -1 if x.is_contiguous() else -2
@@ -148,13 +148,14 @@ def _line_norms(
 
 class Stage:
     """Base class of stages, the computations that variants of Muon add to a step. Stages with equal `repr` are treated
-    as equal: ranks compare stages by `repr`, and matrices can share a batch only if their stages have equal `repr`s.
+    as equal. Ranks compare their stages by `repr`, and matrices can share a batch only if their stages are equal.
 
     Attributes:
         key: Key of the stage's state in the optimizer's state; "" for a stage without state.
-        travels: True if the owner of a matrix changes the state and sends it to all other ranks that share the
-            parameter.
-        decays: False if the stage cancels the effect of weight decay, so that it cannot be combined with weight decay.
+        travels: True if the rank that orthogonalizes a matrix changes the state, and sends it to all other ranks that
+            share the parameter.
+        decays: False if the stage cancels the effect of weight decay. Such a stage cannot be combined with weight
+            decay.
     """
 
     key: ClassVar[str] = ""
@@ -178,8 +179,8 @@ class BeforeStage(Stage):
         self,
         x: Tensor,  # (1, rows, cols) on a CPU; else (B, rows, cols), where each matrix starts at a multiple of 64 bytes
     ) -> None:
-        """Transform the matrices in place, and scale each matrix to Frobenius norm 1, so that the orthogonalization
-        does not normalize them again.
+        """Transform the matrices in place, and scale each matrix to Frobenius norm 1. The orthogonalization then does
+        not normalize the matrices again.
 
         Implementations must sum each matrix separately, so that the bits of a matrix do not depend on the rest of the
         batch. They must not wait for an accelerator, and must leave all-zero matrices unchanged.
@@ -188,11 +189,11 @@ class BeforeStage(Stage):
 
 
 class AfterStage(Stage):
-    """Base class of post-processing stages (such as NorMuon), which multiply each orthogonalized matrix, or each line
-    of the matrix, by a factor. Lines are the rows of a matrix with rows >= cols, else its columns.
+    """Base class of post-processing stages (such as NorMuon), which multiply each orthogonalized matrix by a factor, or
+    by one factor per line. Lines are the rows of a matrix with rows >= cols, else its columns.
 
-    The factors of all stages after the orthogonalization are computed from one read of the matrix and applied in one
-    pass (`scaled_`).
+    If there are several post-processing stages, the matrix is read only once to compute all of their factors, and then
+    multiplied by the product of the factors (see `scaled_`).
 
     Attributes:
         of_lines: True if the factor and the state have one number per line. False if the factor has one number per
@@ -207,16 +208,20 @@ class AfterStage(Stage):
         norms: Norms,
         kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept)
     ) -> Tensor:  # (B, 1), or (B, L) if `of_lines`; in the dtype of the norms
-        """Compute the factor by which each matrix or line is multiplied.
+        """Compute the factor by which each matrix or each line (row or column) is multiplied.
 
         Implementations must not wait for an accelerator. For an all-zero matrix, the factor must be finite, so that the
-        matrix stays zero. Matrices with NaN or Inf need no special care, because their elements stay NaN or Inf.
+        matrix stays zero. Matrices with NaN or Inf need no special handling, because their elements stay NaN or Inf.
 
-        `norms.shape` is (B, rows, cols). `norms.whole` (B, 1) is the Frobenius norm of each matrix (not squared). If
-        `of_lines`, `norms.means` (B, L) has the mean square of the elements of each of the L lines, and
-        `norms.sums(means)[0]` (B, 1) is the sum of `means` over the lines of each matrix. `_over(a, b)` is a / b for
-        tensors (B, 1), and 1 where the quotient is not finite. To give all matrices the norm 0.5, for example, return
-        ``_over(torch.full_like(norms.whole, 0.5), norms.whole)``.
+        Implementations can use these values:
+        - `norms.shape` is (B, rows, cols).
+        - `norms.whole`, of shape (B, 1), is the Frobenius norm of each matrix (not squared).
+        - `norms.means`, of shape (B, L), is the mean square of each of the L lines. It is available only if `of_lines`
+          is True.
+        - `norms.sums(means)[0]`, of shape (B, 1), is the sum of `means` over the lines of each matrix.
+        - `_over(a, b)` is a / b for tensors of shape (B, 1), with 1 in place of quotients that are not finite.
+
+        For example, ``_over(torch.full_like(norms.whole, 0.5), norms.whole)`` gives all matrices the norm 0.5.
         """
         raise NotImplementedError
 
@@ -254,11 +259,11 @@ def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the r
 
 class WeightStage(Stage):
     """Base class of stages (such as Hyperball's) that multiply each weight matrix by a factor after the update. A
-    variant of Muon has at most one such stage. In each step, ranks that share several matrices compute the norms of all
-    of these matrices in a single reduction.
+    variant of Muon has at most one such stage. In each step, a single reduction computes the norms of all matrices that
+    the same ranks share.
 
     The state is one number per matrix: the norm of the matrix before the first step, or 0 while this norm is unknown.
-    The state is not sent between ranks, because every rank computes it from the same bits.
+    The state is not sent between ranks, because every rank computes the same bits.
     """
 
     travels: ClassVar[bool] = False
@@ -274,22 +279,23 @@ class WeightStage(Stage):
 
 # --------------------------------------------------------------------------------------------------------------- MuonEq
 
-# Range in which row norms computed in fp32 are accurate. Norms above the lower bound have squares above 2^-80. Squares
-# of elements that underflow are below 2^-126, so 2^20 of them add up to less than 2^-106, which is less than 2^-26 of
-# such a squared norm. Squares of norms below the upper bound are below 2^80, far from overflow.
+# A row norm between these bounds is accurate if it is computed in fp32. A norm above the lower bound has a square above
+# 2^-80. Squares of elements that underflow are below 2^-126, so 2^20 of them add up to less than 2^-106, which is less
+# than 2^-26 of the squared norm. A norm below the upper bound has a square below 2^80, far from overflow.
 _LOW, _HIGH = 2.0**-40, 2.0**40
 
 
 class MuonEq(BeforeStage):
-    """Scaling of all rows to the same norm before the orthogonalization (MuonEq). For each row N_i of the matrix N to
-    be orthogonalized (the momentum):
+    """MuonEq: scaling of all nonzero rows to the same norm before the orthogonalization. For each row N_i of the matrix
+    N to be orthogonalized (the momentum):
 
         N_i <- N_i / (||N_i|| sqrt(m))    with m the number of nonzero rows
 
     Source: https://arxiv.org/abs/2603.28254, in the paper's default form "R" (rows), which nanochat also uses
-    (nanochat/optim.py). Two details differ from nanochat. nanochat preserves the mean norm of the rows, but the result
-    of the orthogonalization depends only on the ratios of the norms. nanochat also clamps row norms at 1e-6, although
-    rows with small gradients can have smaller norms; this class scales all rows except all-zero rows.
+    (nanochat/optim.py). There are two differences from nanochat. First, nanochat preserves the mean norm of the rows.
+    This class does not, because the result of the orthogonalization depends only on the ratios of the norms. Second,
+    nanochat replaces row norms below 1e-6 with 1e-6. This class divides every nonzero row by its own norm, because rows
+    with small gradients can have norms below 1e-6.
     """
 
     def run_(self, x: Tensor) -> None:
@@ -307,19 +313,20 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     """Divide each row by its norm and by the square root of the number of nonzero rows, in place. The result is correct
     for values of any magnitude, and the function does not synchronize with the device.
 
-    Each row is first divided by a power of two. This division is exact, and it brings the largest magnitude in the row
-    to 0 or to a number between 1 and 2 (for rows of subnormal numbers, at least 2^-23, or 2^-52 in fp64). The function
-    reads x twice and rewrites it twice, without a copy of x; summing in fp64 would need an fp64 copy. Each matrix is
-    summed separately, so that the bits of a matrix do not depend on the rest of the batch.
+    Each row is first divided by a power of two, which is exact. In a nonzero row, the largest magnitude is then between
+    1 and 2. If all numbers in the row are subnormal, it can be smaller, but is at least 2^-23 (2^-52 in fp64). This
+    division needs no copy of x, whereas sums in fp64 would need an fp64 copy.
+
+    Each matrix is summed separately, so that the bits of a matrix do not depend on the rest of the batch.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x.div_(power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
     norms = torch.empty(*x.shape[:2], 1, dtype=wide, device=x.device)  # a norm is 0 only for an all-zero row
     for matrix, found in zip(x.split(1), norms.split(1), strict=True):
         torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=wide, out=found)
-    # The square root of the number of nonzero rows is computed as the norm of a vector that has the value `least` for
-    # each nonzero row and 0 for each all-zero row, divided by `least`. `least` is a power of two, so the sum of squares
-    # in this norm is exact in any order. The root is NaN if any norm is NaN.
+    # To compute the square root of the number of nonzero rows, each nonzero row gets the value `least` and each
+    # all-zero row the value 0. The square root is the norm of the vector of these values, divided by `least`. `least`
+    # is a power of two, so the sum of squares is exact in any order. The square root is NaN if any row norm is NaN.
     least = torch.finfo(wide).eps
     root = torch.linalg.vector_norm(norms.clamp(max=least), dim=1, keepdim=True)
     x.div_((norms * root.mul_(1 / least)).clamp_(min=least))
@@ -329,22 +336,22 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
 
 
 class NorMuon(AfterStage):
-    """Scaling of the rows or columns of an orthogonalized matrix O (m x n), based on a running average v of their mean
-    squares, which starts at zero (NorMuon):
+    """NorMuon: scaling of the rows or columns of an orthogonalized matrix O (m x n), based on a running average v of
+    their mean squares. v starts at zero.
 
         v   <- beta2 v + (1 - beta2) mean(O^2)    of each row (m numbers) if m >= n, else of each column (n numbers)
         O'  =  O / sqrt(max(v, 1e-10))
         O'' =  O' ||O||_F / ||O'||_F
 
     Source: Li et al. 2025, https://arxiv.org/abs/2510.05491, in the form of nanochat (nanochat/optim.py,
-    `muon_step_fused`), which takes means over the shorter dim. The reason is that orthogonalization gives equal norms
-    to the columns of a tall matrix but not to its rows, and equal norms to the rows of a wide matrix but not to its
-    columns. In contrast, dion (dion/normuon.py) always takes the mean of each row, divides by sqrt(v) + 1e-8, and
-    restores the norm of each shard of a sharded matrix. v needs no bias correction, because the norm of the whole
-    matrix is restored.
+    `muon_step_fused`), which takes means over the shorter dim. Means over the longer dim would have little effect,
+    because orthogonalization already gives equal norms to the columns of a tall matrix and to the rows of a wide
+    matrix. dion (dion/normuon.py) uses a different form: it always takes the mean of each row, divides by
+    `sqrt(v) + 1e-8`, and restores the norm of each shard of a sharded matrix. v needs no bias correction, because the
+    norm of the whole matrix is restored.
 
     Attributes:
-        beta2: Weight of the previous value in the running average v, as in nanochat and the paper.
+        beta2: Weight of the previous value in the running average v. nanochat and the paper use the same value.
     """
 
     beta2: ClassVar[float] = 0.95
@@ -369,12 +376,14 @@ class NorMuon(AfterStage):
 
 
 class HyperballUpdate(AfterStage):
-    """Scaling of the update O to the norm R, at which `HyperballWeight` keeps the weights: O <- R O / ||O||_F.
+    """Hyperball: scaling of the update O to the norm R at which `HyperballWeight` keeps the weights:
+
+        O <- R O / ||O||_F
 
     The state is R, one fp32 number per matrix: the norm of the weights before the first step, or 0 while this norm is
-    unknown. R is unknown in two cases. If torch's checkpointing created the state before the first step, the next step
-    computes R before it updates the weights. If the weights are all zeros, the next step is a step of plain Muon, and R
-    is computed after this step.
+    unknown. R is unknown in two cases. If torch's checkpointing has created the state before the first step, the next
+    step computes R before it updates the weights. If the weights are all zeros, the next step is a step of plain Muon,
+    and R is the norm of the weights after this step.
     """
 
     key: ClassVar[str] = "weight_radius"
@@ -386,15 +395,17 @@ class HyperballUpdate(AfterStage):
 
 
 class HyperballWeight(WeightStage):
-    """Scaling of each weight matrix to a constant norm after the update (Hyperball). With R = ||W_0||_F, the norm
-    before the first step:
+    """Hyperball: scaling of each weight matrix to a constant norm after the update. With R = ||W_0||_F, the norm before
+    the first step:
 
         W <- R V / ||V||_F    with V = W - lr R O / ||O||_F
 
-    Source: https://arxiv.org/abs/2606.16899, in the form of Emerging-Optimizers (weight_update_hooks/hyperball.py). In
-    that library, the user sets one R for all matrices, each matrix is first scaled to this norm, and a matrix whose
-    norm is nearly 0 becomes 0. In this class, each matrix has its own R. For an all-zero matrix, the first step is a
-    step of plain Muon, and R is the norm after this step.
+    If a weight matrix is all zeros before the first step, the first step is a step of plain Muon, and R is the norm
+    after this step.
+
+    Source: https://arxiv.org/abs/2606.16899, in the form of Emerging-Optimizers (weight_update_hooks/hyperball.py).
+    There is one difference: in this class, each matrix has its own R. In Emerging-Optimizers, the user sets one R for
+    all matrices, each matrix is first scaled to this norm, and a matrix whose norm is nearly 0 becomes 0.
     """
 
     key: ClassVar[str] = HyperballUpdate.key

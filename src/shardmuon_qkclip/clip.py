@@ -3,16 +3,16 @@ step. The scaling is implemented in scaling.py.
 
 [Note: what is measured]
     The logit of a query and a key is their dot product times the softmax scale. Pairs that the mask hides are ignored.
-    A bias that a float mask adds to logits is ignored as well, because it does not come from the weights of q and k.
-    Products are computed in fp32 (in fp64 for fp64 inputs), so rounding in half-precision kernels is not reproduced.
-    The matrix of logits is computed one chunk at a time to save memory.
+    A bias that a float mask adds to logits is also ignored, because it does not come from the query and key weights.
+    Products are computed in fp32 (in fp64 for fp64 inputs), so the rounding errors of half-precision kernels are not
+    reproduced. The matrix of logits is computed in chunks to save memory.
 
 [Note: where it is measured]
-    During a layer's forward, a `TorchFunctionMode` intercepts the functions in `_MEASURES`, under whatever name the
-    layer has imported them. The arguments of `scaled_dot_product_attention` are the queries and keys after rotation,
-    caching and repetition. Attention that is written out in torch operations (transformers' "eager") is measured at its
-    softmax, whose input is the logits. Kernels that are not torch functions, such as those of flash-attn,
-    cannot be intercepted.
+    During a layer's forward pass, a `TorchFunctionMode` intercepts calls of the functions in `_MEASURES`, under
+    whatever name the layer has imported them. Calls of `scaled_dot_product_attention` are measured at their arguments:
+    the queries and keys after rotary embedding, caching and the repetition of shared key heads. Attention that is
+    written out in torch operations (transformers' "eager") is measured at the input of its softmax. Kernels that are
+    not torch functions, such as those of flash-attn, cannot be intercepted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LogitReport(NamedTuple):
     Attributes:
         step: Number of the last measured step, counted from 1; 0 before the first measured step.
         tau: Largest allowed logit.
-        layers: Largest logits and scaling factors (gains) of each layer, as tensors on the weights' device.
+        layers: Largest logits and scaling factors of each layer's heads, as tensors on the device of the weights.
     """
 
     step: int
@@ -71,24 +71,26 @@ class LogitReport(NamedTuple):
 
 
 class QKClip:
-    """Hooks that measure the largest logit of each head in forward passes, and scale queries and keys after each step.
+    """Hooks that measure the largest logit of each attention head in forward passes, and scale queries and keys after
+    each step.
 
-    The factor of a head is g = min(1, tau / S). S is the head's largest logit in all forward passes with gradients
-    since the last step, over all ranks that share or replicate the weights. If several heads share keys, S is the
-    largest logit of all these heads. Rows of q are multiplied by g^alpha and rows of k by g^(1 - alpha). In latent
-    attention, the queries' rotary rows are multiplied by g, and the shared rotary keys do not change. Biases are scaled
-    like weights. Kimi K2 (https://arxiv.org/abs/2507.20534) and Megatron (`clip_qk`) use the same rule. The scaled
-    weights have the same bits as in one process, with any sharding.
+    The scaling factor of a head is g = min(1, tau / S), where S is the head's largest logit in all forward passes with
+    gradients since the last step, over all ranks that share or replicate the weights. If several query heads share a
+    key head, S is the largest logit of all these heads. The rows of the weights that produce queries are multiplied by
+    g^alpha, and those that produce keys by g^(1 - alpha). In latent attention, the queries' rotary rows are multiplied
+    by g, and the shared rotary keys do not change. Biases are scaled like weights. Kimi K2
+    (https://arxiv.org/abs/2507.20534) and Megatron (`clip_qk`) use the same rule. With any sharding, the scaled weights
+    have the same bits as in one process.
 
-    Scaling runs at the end of each `optimizer.step()`, so frameworks whose optimizers update copies of the weights
-    (DeepSpeed's ZeRO, Megatron) copy the scaled weights back to the model. Scaling is collective and does not wait for
-    the accelerator. If an error occurs on one rank, or if ranks have different settings, `step()` raises a RuntimeError
-    on every rank. The step is then complete, but nothing has been scaled.
+    Scaling runs at the end of each `optimizer.step()`. Frameworks whose optimizers update copies of the weights
+    (DeepSpeed's ZeRO, Megatron) therefore copy the scaled weights back to the model. Scaling is collective and does not
+    wait for the accelerator. If an error occurs on one rank, or if ranks have different settings, `step()` raises a
+    RuntimeError on every rank. The step is then complete, but nothing has been scaled.
 
     Args:
         model: The model whose attention is measured.
-        optimizer: The optimizer that updates the model's weights. Its parameter groups must contain the weights'
-            names. With Megatron's ChainedOptimizer, pass the inner optimizer that updates the matrices.
+        optimizer: The optimizer that updates the model's weights. Its parameter groups must contain the weights' names.
+            With Megatron's ChainedOptimizer, pass the inner optimizer that updates the matrices.
         tau: Largest allowed logit. If it is math.inf, logits are measured but weights are not scaled.
         alpha: Exponent of the factor for the queries, in [0, 1].
         every: Interval in steps. Logits are measured and weights are scaled only in the first step of each interval.
@@ -109,7 +111,7 @@ class QKClip:
 
     Raises:
         ValueError: No attention layer was found, a layer cannot be clipped, or one of its weights is not in the
-            optimizer. The message says how to correct this.
+            optimizer. The message says how to fix this.
 
     Examples:
         >>> from shardmuon import Muon
@@ -215,10 +217,11 @@ class QKClip:
         self._pending[name] = torch.where(finite.isfinite(), finite, seen.amax(dim=0))
 
     def _of_all_heads(self, layer: Attention, holder: Holder, maxima: Tensor) -> Tensor:
-        """Convert measured maxima to one maximum for each head of the layer.
+        """Convert the maxima measured in one forward pass to one maximum for each head of the layer.
 
-        Under tensor parallelism, the measured maxima may cover only this rank's heads; all other heads then get -inf.
-        If the measured maxima have a single dim for batch and heads, the maximum over the batch is taken.
+        Under tensor parallelism, `maxima` may cover only this rank's heads. All other heads then get -inf. If the
+        logits have a single dim for batch and heads, `maxima` has one number for each batch entry and head, and the
+        maximum over the batch is taken.
         """
         here, total = len(maxima), layer.num_heads
         # the logits had shape (batch * heads, L, S), so there is a maximum for each batch entry and head
@@ -237,12 +240,13 @@ class QKClip:
         return whole.flatten()
 
     def _parts(self, layer: Attention, holder: Holder, num_parts: int) -> list[int]:
-        """Find which of `num_parts` equal parts of the heads this rank computes under tensor parallelism.
+        """Find out which part of the heads this rank computes under tensor parallelism, if the heads are split into
+        `num_parts` equal parts.
 
         Returns:
-            The indices of the candidate parts. The part is certain only if there is exactly one candidate. Candidates
-            come from the sharding of the query weight if it is a DTensor in the forward pass, and otherwise from the
-            option `tp_group` of the optimizer's parameter groups.
+            The indices of all candidates. If there is not exactly one candidate, the part is unknown. Candidates come
+            from the sharding of the query weight if it is a DTensor in the forward pass, and otherwise from the option
+            `tp_group` of the optimizer's parameter groups.
         """
         rows = next(rows for rows in layer.rows if rows.num("q"))
         below = [below for below, (_, place) in holder.weights.items() if place.name == rows.weight]
@@ -316,11 +320,12 @@ def _largest_logits(
         query: Queries. For a DTensor, this rank's part is used.
         key: Keys. For a DTensor, this rank's part is used. If several query heads share a key head, there are fewer key
             heads than query heads.
-        attn_mask: Attention mask. Finite values that a float mask adds to logits are ignored (see [Note: what is
-            measured]).
+        attn_mask: Attention mask. Finite values that a float mask adds to logits are ignored (see
+            [Note: what is measured]).
         is_causal: If True, query i attends only to keys 0 to i.
         scale: Scale of the softmax. Default: 1 / sqrt(E).
-        chunk: Number of logits to compute at a time. At least one row of each head is computed.
+        chunk: Maximum number of logits to compute at a time. At least one query position is computed at a time, even if
+            its logits exceed this maximum.
     """
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
     heads, length, size = query.shape[-3:]

@@ -1,19 +1,20 @@
-"""Describe attention layers by the weight rows that produce queries and keys, and find a model's attention layers by
-the parameters and attributes of its modules. No framework is imported.
+"""Descriptions of attention layers: which rows of which weights produce queries and keys. `Attention.all_in` finds a
+model's attention layers by the names of parameters and the attributes of modules, without importing any framework.
 
-A *layer* is an attention layer. A *head* is a query head. A *group* is a set of query heads that share one key head. A
-*role* says what the rows of a weight produce: "q" and "k" stand for queries and keys, which are both scaled; "q_pe"
-stands for the rotary part of queries in multi-head latent attention, where all heads share the rotary keys; "" stands
-for anything else, such as values and gates.
+A *layer* is an attention layer. A *head* is a query head. A *group* is a set of query heads that share one key head.
+The *role* of a weight's row says what the row produces:
+    "q", "k"      queries and keys, both of which are scaled
+    "q_pe"        the rotary part of queries in multi-head latent attention, where all heads share the rotary keys
+    ""            anything else, such as values and gates
 
 Supported forms:
     separate      q_proj and k_proj (Llama, Qwen, Mistral, ...), wq and wk, to_q and to_k (diffusers), query and key
-                  (BERT, ViT), with the head size as an attribute
+                  (BERT, ViT), with the head size as an attribute of the module
     fused         Megatron's linear_qkv, and the module types in routing/presets.py that fuse q, k and v (GPT-2,
                   GPT-NeoX, Phi-3, timm)
     latent        DeepSeek's kv_b_proj with q_b_proj or q_proj, Megatron's linear_kv_up_proj with linear_q_up_proj or
-                  linear_q_proj; the queries' rotary part is multiplied by a head's full factor g (see scaling.py),
-                  because the rotary keys are not scaled
+                  linear_q_proj. The rotary keys are not scaled, so the queries' rotary part is multiplied by a head's
+                  full factor g (see scaling.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _Parts = tuple[tuple[_Role, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Roles of the rows of one parameter.
+    """Roles of the rows of one parameter. A role says what a row produces: "q" (queries), "k" (keys), "q_pe" (the
+    rotary part of queries in latent attention), or "" (anything else).
 
     Attributes:
         weight: The parameter's name.
@@ -93,12 +95,11 @@ class Attention:
         num_heads: Number of query heads.
         num_groups: Number of key heads; equal to `num_heads` unless several query heads share a key head.
         rows: The parameters that produce queries and keys, including biases.
-        normed: Names of modules that normalize queries or keys after their projection; "" if there are none. If there
-            are any, scaling the weights would not change the logits.
+        normed: Names of modules that normalize queries or keys after their projection; "" if there are none. A layer
+            with such modules cannot be clipped, because the normalization would undo any scaling of the weights.
 
     Raises:
-        ValueError: The numbers of heads and rows do not fit together, or there are no rows with role "q" or no rows
-            with role "k".
+        ValueError: The numbers of heads and rows do not fit together, no rows produce queries, or no rows produce keys.
     """
 
     name: str
@@ -121,15 +122,15 @@ class Attention:
 
     @classmethod
     def all_in(cls, model: nn.Module) -> tuple[Attention, ...]:
-        """Find the attention layers of a model, in the model's order. The result, possibly edited, can be passed to
+        """Find the attention layers of a model, in the model's order. The result can be edited and passed to
         `QKClip(layers=)`.
 
         Args:
             model: The model. It can be wrapped or sharded.
 
         Raises:
-            ValueError: A layer's sizes do not fit its weights, a layer's logits cannot be measured, or a weight's name
-                suggests that it fuses queries and keys in an unknown form.
+            ValueError: A layer's sizes do not fit its weights, its logits cannot be measured, or the name of a weight
+                suggests that queries and keys are fused in an unknown form.
         """
         return tuple(layer for layer in map(_layer_in, Holder.all_in(model).values()) if layer is not None)
 
@@ -166,8 +167,8 @@ class Holder(NamedTuple):
     Attributes:
         name: Name of the module in the model, without the parts that wrappers add.
         module: The module itself, without wrappers.
-        weights: (parameter, its `Place` in the model) for each parameter of the module and its submodules, keyed by the
-            parameter's name relative to the module.
+        weights: Dict from the name of each parameter relative to the module to a pair (parameter, its `Place` in the
+            model).
     """
 
     name: str
@@ -202,12 +203,12 @@ class Holder(NamedTuple):
 
 
 def _layer_in(holder: Holder) -> Attention | None:
-    """Describe the attention layer that a module implements, by the parameters that produce its queries and keys.
+    """Describe the attention layer that a module implements, based on the parameters that produce its queries and keys.
     Return None if the module has no such parameters.
 
     Raises:
-        ValueError: Logits of this type of module cannot be measured, sizes are unknown or do not fit together, or a
-            weight's name suggests that it fuses queries and keys in an unknown form.
+        ValueError: Logits of this type of module cannot be measured, sizes are unknown or do not fit together, or the
+            name of a weight suggests that queries and keys are fused in an unknown form.
     """
     number = holder.number
     if isinstance(holder.module, nn.MultiheadAttention):
@@ -253,9 +254,8 @@ def _layer(
     """Make the `Attention` that describes a module's attention layer.
 
     Args:
-        holder: The module with its parameters.
-        of_weights: The weights that produce queries or keys: a dict from the weight's name relative to the module to
-            its blocks of rows, as in `Rows.parts`. Unknown sizes are 0.
+        of_weights: Blocks of rows (as in `Rows.parts`) of each weight that produces queries or keys. The keys of the
+            dict are parameter names relative to the module. A block of unknown size has size 0.
         repeats, dim: Attributes of `Rows`, equal for all these weights.
         size: Number of rows with role "q" per head; 0 if the number must be derived from the module's attributes.
 

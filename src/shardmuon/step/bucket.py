@@ -1,10 +1,13 @@
-"""Execution of a step's buckets on one rank, from the update of the momentum to the update of the weights. A bucket is
-a set of matrices that are exchanged together. While one bucket is orthogonalized, the next bucket is gathered.
+"""Execution of a step's buckets on one rank, from the momentum update to the weight update. A bucket is a set of
+matrices that ranks exchange together.
 
-`Buckets.run` interleaves all buckets. `Bound.run` runs one bucket: it gathers whole matrices on the ranks that
-orthogonalize them (their owners), orthogonalizes the matrices, scatters the results, and relays the results to ranks
-with additional replicas of the weights. The caller passes a function that runs the exchanges, so that real and
-simulated ranks execute the same code.
+`Bound.run` runs one bucket. It gathers whole matrices on the ranks that orthogonalize them, orthogonalizes the
+matrices, and scatters the results to the ranks that store the shards. If further ranks store replicas of the shards, it
+also forwards the results to these ranks. `Buckets.run` runs all buckets of a step and overlaps them: while one bucket
+is orthogonalized, the next bucket is gathered.
+
+The caller of `Bound.run` passes the function that starts an exchange, so that real ranks and simulated ranks execute
+the same code.
 """
 
 from __future__ import annotations
@@ -33,30 +36,34 @@ _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class Bound:
-    """The program of one bucket (this rank's copies and exchanges), with the tiles that the program reads and writes. A
-    tile is a part of a matrix in this rank's local storage. A program has up to three exchanges: the gather collects
-    whole matrices on the ranks that orthogonalize them, the scatter returns the results, and the relay sends the
-    results to ranks with additional replicas of the weights. Objects are cached between steps and hold no tensors.
+    """Executor of one bucket on one rank. A bucket is a set of matrices that ranks exchange together. Objects are
+    cached between steps and hold no tensors.
+
+    A bucket has up to three exchanges. The gather collects whole matrices on the ranks that orthogonalize them. The
+    scatter returns the results to the ranks that store the shards. The relay forwards the results to further ranks,
+    which store replicas of the shards.
+
+    A tile is a part of a matrix in this rank's local storage. Stage state is the state of the Muon variant's
+    post-processing stages, such as NorMuon's second moments.
 
     Args:
         plan: Plan that contains the bucket.
-        program: This rank's program for a bucket of the plan.
-        shapes: Shape of this rank's local storage of each parameter.
+        program: This rank's copies and exchanges for the bucket.
+        shapes: Shape of this rank's local storage for each parameter.
         device: Device of the exchange buffers.
-        ns_device: Device on which matrices are orthogonalized; None: `device`.
+        ns_device: Device on which matrices are orthogonalized. Default: `device`.
 
     Attributes:
-        dtype: Dtype of the exchange buffers and of the batches of matrices that are orthogonalized together.
+        dtype: Dtype of the exchange buffers and of the batches of matrices.
         num_owned: Number of matrices that this rank orthogonalizes.
-        choices: For each batch, the method that orthogonalizes its matrices.
-        like_torch: True if weights are updated by torch.optim.Muon's own operations (see `apply_results`).
+        choices: Orthogonalization method of each batch of matrices.
+        like_torch: Whether weights are updated by the same operations as in torch.optim.Muon (see `apply_results`).
         own: Tiles of the matrices that this rank orthogonalizes.
-        gathered: Tiles that this rank sends to other ranks in the gather.
+        gathered: Tiles that this rank sends in the gather.
         scattered: Tiles whose results this rank receives in the scatter.
         late: Tiles whose results this rank receives in the relay.
         held: Tiles that are updated after the scatter: `own` and `scattered`.
-        kept: For each batch, a list of the locations of stage state, with one entry for each post-processing stage of
-            the Muon variant (such as NorMuon's) that has state.
+        kept: For each batch, the locations of its stage state, as a list with one entry per stage that has state.
         told, heard: Locations of the stage state that this rank sends (`told`) and receives (`heard`) in the scatter.
         told_on, heard_late: Locations of the stage state that this rank sends (`told_on`) and receives (`heard_late`)
             in the relay.
@@ -105,11 +112,12 @@ class Bound:
         # each rank. It starts the exchange and returns a handle.
         exchange: Callable[[Tensor, Ints, Ints], Pending],
     ) -> Iterator[None]:
-        """Run one bucket (a set of matrices that are exchanged together). The generator yields while each exchange is
-        in progress, so that the caller can run other buckets in the meantime (see `shardmuon.price.clock.turns`). A
-        bucket without exchanges yields at the same points.
+        """Run one bucket (a set of matrices that ranks exchange together). The generator yields each time it has
+        started an exchange, so that the caller can run other buckets until the exchange has finished (see
+        `shardmuon.price.clock.turns`). A bucket without a gather and a scatter also yields twice, so that the caller
+        can treat all buckets alike.
 
-        Send and receive buffers are freed as soon as they have been read, because matrix products need memory.
+        Send and receive buffers are freed as early as possible, because matrix products need the memory.
         """
         program, gathers = self.program, self.program.bucket.gathers
         gather, scatter, relay = program.gather, program.scatter, program.relay
@@ -152,21 +160,21 @@ class Bound:
 
 
 class Buckets:
-    """This rank's buckets (sets of matrices that are exchanged together), for steps in which the parameters in
+    """This rank's buckets (sets of matrices that ranks exchange together), for steps in which the parameters in
     `missing` have no gradient. Objects are cached between steps.
 
     Args:
         plan: Plan of the step, which contains the buckets.
         rank: Global rank that runs the buckets.
-        shapes: Shape of this rank's local storage of each parameter.
-        buckets: This rank's buckets of the plan, each with the device of its parameters.
-        ns_device: Device on which matrices are orthogonalized; None: the device of each bucket's exchange buffers.
-        missing: Parameters without a gradient.
+        shapes: Shape of this rank's local storage for each parameter.
+        buckets: This rank's buckets, each with the device of its parameters.
+        ns_device: Device on which matrices are orthogonalized. Default: the device of each bucket's exchange buffers.
+        missing: Indices of the parameters that have no gradient.
 
     Attributes:
-        bounds: The buckets, without the parameters in `missing`, in the plan's order.
-        order: The order of the buckets' operations (see `shardmuon.price.clock.turns`).
-        moves: True if any bucket needs an exchange, so that other ranks may wait for this rank.
+        bounds: One `Bound` per bucket, in the plan's order.
+        order: Order in which the operations of all buckets run (see `shardmuon.price.clock.turns`).
+        moves: Whether any bucket needs an exchange with other ranks.
     """
 
     def __init__(
@@ -187,11 +195,13 @@ class Buckets:
         self.order = list(turns(relays, [bucket.ranks for bucket, _ in buckets]))
 
     def run(self, work: Work, watch: FiniteWatch, traffic: Traffic) -> None:
-        """Run all buckets of a step, interleaved in the order `order`. Collective among the ranks of each bucket.
+        """Run all buckets of a step, and overlap their exchanges with computation. Collective among the ranks of each
+        bucket.
 
         Args:
             work: This step's tensors.
-            watch: Object that reports matrices that are not finite after the orthogonalization (see `orthogonalize`).
+            watch: Guard that replaces non-finite results of the orthogonalization with zeros, and warns about them
+                later.
             traffic: Counters of exchanges and orthogonalized matrices, updated in place.
 
         Raises:
@@ -230,9 +240,9 @@ def _results(
     # relay, which forwards these results; None to make the send buffer of the scatter.
     came: Tensor | None = None,
 ) -> Tensor:
-    """Make this rank's 1-D send buffer for the scatter (the exchange that returns results) or the relay (which sends
-    the results to ranks with additional replicas). The buffer contains orthogonalized matrices and the state of the
-    Muon variant's post-processing stages."""
+    """Make this rank's 1-D send buffer for the scatter or the relay. The scatter returns results to the ranks that
+    store the shards, and the relay forwards results to ranks with replicas of the shards. The buffer contains
+    orthogonalized matrices and the state of the Muon variant's post-processing stages (such as NorMuon's)."""
     send = batches.new_empty(sum(wire.sent), device=bound.device)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
@@ -263,10 +273,10 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
         if settings.stages:
             fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
             after = tuple(stage for stage in settings.stages if isinstance(stage, AfterStage))
-            # Stages after the orthogonalization need an input dtype that does not depend on the number of matrices,
-            # which differs between layouts. With `overwrite`, `orthogonalize` returns the dtype of the matrix products
-            # if it processes all matrices at once, and the dtype of its input otherwise. So the input is overwritten
-            # only if both dtypes are equal or no such stage follows.
+            # With `overwrite`, `orthogonalize` returns the dtype of the matrix products if it processes all matrices at
+            # once, and the dtype of its input otherwise. The number of matrices depends on the layout, but the input
+            # dtype of the stages after the orthogonalization must not. So `overwrite` is True only if both dtypes are
+            # equal or there are no such stages.
             overwrite = fed.dtype == choice.dtype or not after
         out = orthogonalize(
             fed,
@@ -293,12 +303,12 @@ def _run_before(
     x: Tensor,
     products: torch.dtype,  # dtype of the matrix products in the orthogonalization
 ) -> tuple[Tensor, bool]:
-    """Run the stages of the Muon variant that change the matrices of a batch before the orthogonalization. On a CPU,
-    the stages process one matrix at a time. If the batch has a half-precision dtype and the matrix products have
-    another dtype, the stages change an fp32 copy of the batch.
+    """Run the Muon variant's stages that transform a batch of matrices before the orthogonalization (such as MuonEq).
+    On a CPU, the stages process one matrix at a time. A half-precision batch is first copied to fp32 if the matrix
+    products use another dtype.
 
     Returns:
-        The input of the orthogonalization, and a bool that is True if the matrices of the input have norm 1.
+        The input of the orthogonalization, and whether its matrices already have norm 1.
     """
     before = [stage for stage in stages if isinstance(stage, BeforeStage)]
     if before and x.dtype in (torch.bfloat16, torch.float16) and products != x.dtype:

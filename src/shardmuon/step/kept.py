@@ -1,12 +1,12 @@
-"""Storage of stage state in saved parameter groups, for frameworks with a checkpoint format that cannot contain this
-state. Stage state is the state that the stages of a Muon variant store, such as NorMuon's second moments ([Note: state
-of stages] in variants.py).
+"""Storage of stage state in saved parameter groups, for frameworks whose checkpoints cannot contain it as optimizer
+state. Stage state is the state of a Muon variant's stages, such as NorMuon's second moments ([Note: state of stages] in
+variants.py).
 
 [Note: carried state]
     FSDP1 can save only state tensors that are as long as its flat parameters, and DeepSpeed's universal checkpoints can
-    contain only Adam's state. Stage state meets neither condition, but it is small and equal on every rank, and both
-    frameworks save and load the options of groups unchanged. Therefore a saved parameter group contains the stage state
-    under the key `CARRIED`. In the parameter groups of an optimizer, this key can exist only between loading and the
+    contain only Adam's state. Stage state fits neither format. But it is small and equal on every rank, and both
+    frameworks save and load the options of parameter groups unchanged. So saved parameter groups contain the stage
+    state under the key `CARRIED`. An optimizer's own parameter groups can contain this key only between loading and the
     next step.
 """
 

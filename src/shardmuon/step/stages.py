@@ -1,18 +1,20 @@
-"""Execution of weight stages: those stages of Muon variants (such as Hyperball's) that rescale each weight matrix after
-its update, by a factor that depends on the norm of the whole matrix. See [Note: stages] in variants.py. A `WeightSet`
-computes this rank's part of the squared norms. `scale_weights` sums these parts over ranks, and passes the sums to the
-`WeightSet`.
+"""Execution of weight stages, the stages of Muon variants (such as Hyperball's) that rescale each weight matrix after
+its update. The scaling factor depends on the norm of the whole matrix. See [Note: stages] in variants.py.
+
+A `WeightSet` computes this rank's part of the squared norm of each matrix. `scale_weights` sums these parts over ranks
+and passes the sums back to the `WeightSet`, which rescales the matrices.
 
 [Note: norms of whole matrices]
-    Of the ranks that store the same shard, the first one computes the sum of the shard's squared elements in fp64. The
-    ranks that share a parameter then add up these sums, and the square root of the total is rounded to fp32. With a
-    different sharding, the numbers are added in a different order, and the fp64 sums have a relative difference of
-    about 5e-15. The fp32 norm changes only if the fp64 value is that close to the midpoint of two fp32 numbers, which
-    happens for about one norm in 25 million. Gradient norms are computed in the same way (gradients/clip.py).
+    Each rank sums the squares of its shards in fp64. If several ranks store the same shard, only the first of these
+    ranks includes it. An all-reduce adds the sums of all ranks that share the parameter, and the square root of the
+    total is rounded to fp32. The order of the additions depends on the sharding, so the fp64 sums of two shardings have
+    a relative difference of about 5e-15. The rounded norms differ only if the fp64 value is equally close to the
+    midpoint of two fp32 numbers, which happens for about one norm in 25 million. Gradient norms are computed in the
+    same way (gradients/clip.py).
 
 [Note: all-zero matrices]
-    All-zero weight matrices are found when norms are first computed, and one warning names all of them. The CPU does
-    not wait for the device to find them: the result is copied asynchronously, and a later step issues the warning.
+    All-zero weight matrices are detected when norms are first computed, and one warning names all of them. The CPU does
+    not wait for the device: the result is copied asynchronously, and a later step issues the warning.
 """
 
 from __future__ import annotations
@@ -42,18 +44,18 @@ _PART = 1 << 17
 
 
 class WeightSet:
-    """Parameters that are shared by the same ranks and rescaled by the same stage of a Muon variant (such as
-    Hyperball's). The class computes this rank's part of the norms of the parameters' matrices. Objects are cached
-    between steps and hold no tensors.
+    """Parameters that are sharded or replicated over the same ranks and rescaled by the same stage of a Muon variant
+    (such as Hyperball's). The class computes this rank's part of the squared norms of the weight matrices, and rescales
+    the matrices. Objects are cached between steps and hold no tensors.
 
     Args:
         plan: Plan that contains the parameters.
-        stages: Dict from the index of each parameter of the set to the stages of the parameter's variant.
-        rank: Global rank that computes its part of the norms.
-        shapes: Shape of this rank's storage of each parameter of the plan.
+        stages: Dict from the index of each parameter of the set to the stages of its Muon variant.
+        rank: Global rank that uses the set.
+        shapes: Shape of this rank's local storage for each parameter of the plan.
 
     Attributes:
-        ranks: The ranks that share the parameters.
+        ranks: Ranks over which the parameters are sharded or replicated.
         text: The ranks and the names of the parameters, for error messages.
     """
 
@@ -84,17 +86,14 @@ class WeightSet:
 
     @classmethod
     def of_rank(cls, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> list[WeightSet]:
-        """Make the weight sets (`WeightSet`) of a rank. The order of the sets depends only on their contents, so all
-        ranks process the sets that they share in the same order.
+        """Make the weight sets (`WeightSet`) of a rank. The order of the sets depends only on their contents, so ranks
+        process the sets that they have in common in the same order.
 
         Args:
-            plan: Plan that contains the parameters.
-            stages: Dict from the index of a parameter to the stages of the parameter's variant. Before the update, the
-                dict contains the parameters whose weight norms are still unknown; after the update, it contains the
-                parameters that have gradients. All ranks that share a parameter must agree on whether it is in the
-                dict.
-            rank: Global rank for which the weight sets are made.
-            shapes: Shape of the rank's local storage for each parameter in the plan.
+            stages: Dict from parameter index to the stages of the parameter's Muon variant. Before the update, it
+                contains the parameters whose weight norms are unknown. After the update, it contains the parameters
+                that have gradients. All ranks that share a parameter must agree on whether the dict contains it.
+            shapes: Shape of the rank's local storage for each parameter of the plan.
         """
         found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
         for param, of_param in stages.items():
@@ -130,9 +129,9 @@ class WeightSet:
             watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
     def finish(self, squares: Tensor, work: Work) -> None:
-        """Multiply each weight matrix by the factor that the stage of the Muon variant (such as Hyperball) computes
-        from the matrix's new norm and its stored norm. Must be called after the weights are updated. `squares` contains
-        the squared norm of each matrix, in fp64."""
+        """Multiply each weight matrix by the factor that the stage of the Muon variant (such as Hyperball's) computes
+        from the matrix's new norm and its stored norm. Call this method after the weights have been updated. `squares`
+        contains the squared norm of each whole matrix, in fp64."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)
@@ -197,14 +196,15 @@ class ZeroWatch(Coming[Sequence[str]]):
 
 
 def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch | None = None) -> None:
-    """Run those stages of Muon variants (such as Hyperball's) that multiply each weight matrix by a factor. Without
-    `watch`, the function must be called after the weight update. With `watch`, the function must be called before the
-    weight update: it then only stores weight norms that are still unknown, and queues a check for all-zero matrices in
-    `watch`. Collective among the ranks that share a parameter of `sets`.
+    """Run the stages of Muon variants (such as Hyperball's) that multiply each weight matrix by a factor. Collective
+    among the ranks of each set.
+
+    Without `watch`, call the function after the weight update. With `watch`, call the function before the weight
+    update: it then changes no weights, but stores weight norms that are still unknown, and queues a check for all-zero
+    matrices in `watch`.
 
     Raises:
-        ExchangeError: A rank that shares these parameters died, hung or failed. The message names the ranks and the
-            parameters that they share.
+        ExchangeError: A rank of a set died, hung or failed. The message names the ranks and the parameters of the set.
     """
     when, damage = "before the update", ExchangeError.UNCHANGED
     if watch is None:

@@ -1,14 +1,14 @@
-"""Elementwise updates of momentum and weights on tiles. A tile is a part of a matrix that this rank stores. The code
-accesses a tile as a view of a local tensor or of an exchange buffer.
+"""Elementwise updates of momentum and weights. They run on tiles, the parts of matrices that this rank stores. A tile
+is accessed as a view of a local tensor or of an exchange buffer.
 
-Momentum and weights are updated in place in this rank's local storage, with one call for many tiles of the same kind.
-This module does not communicate or orthogonalize. Weights, gradients and momentum can differ in dtype, and need not be
-on the device of the buffers.
+Momentum and weights are updated in place, with one call for many tiles. This module does not communicate or
+orthogonalize. Weights, gradients and momentum can have different dtypes, and need not be on the device of the exchange
+buffers.
 
-The update rules for momentum and weights are at the end of the module. They take lists of views of local storage;
-functions whose names end in an underscore work in place. The bits of an updated element do not depend on its position
-in a shard (tests check this). torch's fp32 `lerp`, `mul` and `add` guarantee this, but half-precision `add` with
-`alpha` on CPUs does not. Therefore half-precision weights are updated in fp32 and rounded once.
+The functions that implement Muon's update rules are at the end of the module and take lists of views. Functions whose
+names end in an underscore work in place. The bits of an updated element do not depend on its position in a shard (tests
+check this). torch's fp32 `lerp`, `mul` and `add` have this property, but half-precision `add` with `alpha` on CPUs does
+not. Therefore half-precision weights are updated in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ _Stored = Sequence[Sequence[Tensor]]
 
 @dataclass
 class Work:
-    """A step's tensors for each parameter of a plan; None for parameters that have no gradient on any rank.
+    """Tensors and settings of a step, for each parameter of a plan.
 
     Attributes:
-        weights, grads, momenta: This rank's local tensor for each parameter.
+        weights, grads, momenta: This rank's local tensor for each parameter; None if no rank has a gradient of the
+            parameter.
         settings: Settings of each parameter's group.
-        kept: For each parameter, this rank's state tensors of the post-processing stages of its Muon variant, in the
-            order of `Spec.kept`.
-        rounding: Dict from the index of each parameter with stochastic or 8-bit rounding to the random streams that its
-            rounding uses.
+        kept: For each parameter, this rank's state tensors of the Muon variant's stages (such as NorMuon's second
+            moments), in the order of `Spec.kept`.
+        rounding: Dict from parameter index to random bits and scales for stochastic or 8-bit rounding. It contains only
+            parameters that use such rounding.
         kinds: For each parameter, a tuple of its group, dtypes and devices. One list operation (torch._foreach_*) can
-            process tensors of several parameters only if these tuples are equal.
+            process several parameters only if their tuples are equal.
     """
 
     weights: list[Tensor | None]
@@ -60,10 +61,10 @@ class Work:
     kinds: list[_Kind] = field(default_factory=list)
 
 
-# Maximum number of elements per list operation (torch._foreach_*), on CPUs and on other devices. A larger tile (part of
-# a matrix) is processed alone. The limit bounds the size of temporary tensors in updates of momentum and of
-# half-precision weights. On a CPU, these tensors fit in the cache. On other devices, the limit is large enough for
-# efficient kernel launches.
+# Maximum number of elements that one list operation (torch._foreach_*) processes. The first value is for CPUs, the
+# second value for other devices. The limit bounds the size of temporary tensors. On a CPU, these tensors fit in the
+# cache. On other devices, the limit is large enough for efficient kernel launches. A tile (part of a matrix) with more
+# elements is processed alone.
 _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles (parts of matrices) that have equal
@@ -75,9 +76,9 @@ _Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
-    """Split tiles (parts of matrices) into portions that one list operation can process, and return the indices of the
-    tiles in each portion. The tiles of a portion have equal `kinds` and at most `limit` elements in total. A tile
-    larger than `limit` forms a separate portion."""
+    """Group tiles (parts of matrices) into portions, each of which one list operation (torch._foreach_*) can process.
+    Return the indices of the tiles in each portion. The tiles of a portion have equal `kinds` and at most `limit`
+    elements in total. A tile with more than `limit` elements forms a portion of its own."""
     found: dict[object, tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
@@ -95,11 +96,12 @@ def _pick(places: list[int]) -> _Pick:
 
 
 class Side:
-    """The tiles of an exchange buffer, or of the buffer in which batches of matrices are orthogonalized. A tile is a
-    part of a matrix that this rank stores. The class makes views of the tiles in local tensors and in the buffer.
+    """The tiles of a buffer, which is either an exchange buffer or the buffer in which matrices are orthogonalized. A
+    tile is a part of a matrix that this rank stores. The class makes views of the tiles in local tensors (`of`) and in
+    the buffer (`on`).
 
-    Strides of a local tensor are read on every access, because the strides of a gradient can change from step to step,
-    and can differ from the strides of its parameter.
+    Strides of local tensors are read on every access, because the strides of a gradient can change between steps and
+    can differ from the strides of its parameter.
 
     Args:
         loads: The tiles and their places in the buffer.
@@ -107,10 +109,9 @@ class Side:
         shapes: For each parameter, the shape of this rank's local storage.
 
     Attributes:
-        loads: The tiles and their places in the buffer.
-        params: For each tile, index of its parameter.
-        views: For each tile, the `MatrixView` that describes the matrices of its parameter.
-        shapes: For each tile, (rows, cols) of its matrix.
+        params: For each tile, the index of its parameter.
+        views: For each tile, the `MatrixView` of its parameter.
+        shapes: For each tile, the shape (rows, cols) of its whole matrix.
     """
 
     def __init__(self, loads: Sequence[Load], views: Sequence[MatrixView], shapes: Sequence[Ints]) -> None:
@@ -243,9 +244,9 @@ class Side:
 
 
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:
-    """Make a view of the scales of the 8-bit momentum of a tile (part of a matrix). `scales` contains this rank's
-    scales for the whole parameter. The view has the row dims of the parameter, and then one dim that indexes blocks of
-    columns. The tile must start at a block boundary."""
+    """Make a view of the scales of a tile's 8-bit momentum. A tile is a part of a matrix, and must start at a block
+    boundary. `scales` contains this rank's scales for the whole parameter. The view has the row dims of the parameter,
+    followed by one dim that indexes blocks of columns."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
@@ -268,8 +269,8 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 
 
 class KeptSide:
-    """Locations of stage state, which is the state of a Muon variant's post-processing stages (such as NorMuon's second
-    moments). The state of each matrix is located in this rank's state tensors and, if ranks exchange it, also in an
+    """Locations of stage state, the state of a Muon variant's stages (such as NorMuon's second moments). The class
+    makes views of each matrix's stage state in this rank's state tensors and, for state that ranks exchange, in an
     exchange buffer. Objects are cached between steps and hold no tensors."""
 
     def __init__(self, plan: Plan, loads: Sequence[Load]) -> None:
@@ -316,13 +317,13 @@ def momentum_(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Update the momentum: B <- B + (1 - momentum) (G - B). If `out` is not None, write the input of the
+    """Update the momentum: B <- B + (1 - momentum) (G - B). If `out` is not None, also write the input of the
     orthogonalization to `out`: G + momentum (B - G) with Nesterov momentum, otherwise B. torch.optim.Muon uses the same
     formulas.
 
-    On a CPU, Nesterov momentum needs no temporary tensors if `out` has the momentum's dtype. On accelerators, Nesterov
-    momentum uses temporary tensors, because one kernel launch can process a list only if all of its tensors are dense,
-    and tiles of a batch can have gaps.
+    On a CPU, Nesterov momentum needs no temporary tensors if `out` has the dtype of the momentum. On accelerators, it
+    uses dense temporary tensors, because the views in `out` can have gaps, and one kernel launch can process a list
+    only if all of its tensors are dense.
     """
     places, last = buffers if out is None else out, buffers[0]
     in_place = out is not None and nesterov and places[0].dtype == last.dtype
@@ -341,9 +342,9 @@ def momentum_(
 
 
 def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """Split the tensors in several lists into slabs that fit in a CPU's cache, and yield the lists of each slab. On
-    other devices, yield the lists unchanged. Tensors at the same index must have the same shape. Only lists of one
-    tensor are split, because `Side.portions` has already limited the size of longer lists."""
+    """Yield the given lists of tensors, split into slabs that fit in a CPU's cache. Tensors at the same index of the
+    lists must have the same shape. Only lists of a single large tensor on a CPU are split. Longer lists are yielded
+    whole, because `Side.portions` has already limited their total size."""
     first = columns[0][0]
     if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= _PORTION:
         yield columns
@@ -354,9 +355,9 @@ def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]
 
 
 def _converted(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Convert each tensor of a list to `dtype`, by default to the dtype of the tensor at the same index of the list
-    `like`. A converted tensor also gets the strides of that tensor, so that one kernel can process both lists. Tensors
-    that already have the dtype are returned unchanged."""
+    """Convert each tensor of a list to `dtype`. Default: the dtype of the tensor at the same index in `like`. A
+    converted tensor gets the strides of the tensor in `like`, so that one kernel can process both lists. Tensors that
+    already have the dtype are returned unchanged."""
     found = list(tensors)
     others = [i for i, t in enumerate(tensors) if t.dtype != (dtype or like[i].dtype)]
     for i in others:
@@ -429,12 +430,12 @@ def _apply_like_torch_(
     """Compute `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)` exactly as torch.optim.Muon does,
     even on a shard.
 
-    If `lr` is a tensor, it is not converted to a float, since torch rounds both factors to the dtype of the tensor.
+    A tensor `lr` is not converted to a float, because torch rounds both factors to the dtype of the tensor.
 
-    torch's half-precision `add` rounds an element differently in the vector body and in the tail of a tensor, and
-    differently again if the update is a transposed view, as it is for tall matrices. Therefore the local view is copied
-    to its position in a matrix of full size, and torch's operation runs on this matrix. This needs scratch memory for
-    two matrices. The function is intended for exact comparisons with torch, not for speed.
+    In torch's half-precision `add`, the rounding of an element depends on its position in the tensor, and on whether
+    the update is a transposed view, as it is for tall matrices. Therefore the local view is copied to its position in a
+    matrix of full size, and torch's operation runs on this matrix. This needs temporary memory for two such matrices.
+    The function is intended for exact comparisons with torch, not for speed.
     """
     if isinstance(lr, Tensor):
         lr = lr.squeeze().cpu()

@@ -1,6 +1,7 @@
-"""Validation of a step. Validation reads everything on which the step depends, without changing anything, and
-summarizes the values that must be equal on all ranks: as digests for the vote, and as strings for error messages if the
-digests differ.
+"""Validation of an optimizer step. Validation reads everything on which the step depends, without changing weights or
+optimizer state, and collects the values that must be equal on all ranks that share a parameter. Before the step, ranks
+vote on whether to take it, and compare digests of these values. If the digests differ, the error message contains the
+values.
 
 Validation may raise any exception, because its only caller reports the exception in this rank's vote. Missing momentum
 is allocated during validation, so that a rank that runs out of memory can report this error before any rank has changed
@@ -41,21 +42,21 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass
 class Proposal(Work):
-    """Data of the step that this rank will take if all ranks agree, and the values on which they must agree.
+    """The step that this rank will take if all ranks agree, with the values on which they must agree.
 
     Attributes:
         states: `GradientState` of each parameter's gradient.
-        said: For each parameter, the values that must be equal on all ranks that share it: a phrase for the state of
-            its gradient (from `states`), and a string of dtypes and options.
-        made: Complete new state of each parameter whose optimizer state must be created or converted. The keys are
-            parameter indices.
-        fresh: Dict from the index of a parameter to the keys of its missing state tensors and of its unchecked weight
-            norms (see `_unsettled`).
-        adamw: Dict from the index of each AdamW group to the rows (local tensors) of the group's parameters. A row is
-            None if the parameter has no gradient or no state yet, or if the layout of either differs from the
-            parameter's.
-        presence: One bit for each parameter whose gradient can be missing on some ranks (see `Binding.bits`): 1 if this
-            rank has the gradient.
+        said: For each parameter, two strings that must be equal on all ranks that share it: the state of its gradient
+            (from `states`), and its dtypes and options.
+        made: New optimizer state of each parameter whose state must be created or converted. The keys are parameter
+            indices, and each value is the complete state of one parameter.
+        fresh: Dict from parameter index to the keys of missing state tensors and of weight norms that no step has
+            checked (see `_unsettled`).
+        adamw: Dict from the index of each AdamW group to one `Row` of local tensors per parameter. The entry is None
+            instead of a `Row` if the parameter's gradient or state is missing or does not match the parameter's layout
+            and dtype.
+        presence: Bit mask with one bit for each parameter whose gradient can be missing on some ranks (see
+            `Binding.bits`). A bit is 1 if this rank has the gradient.
     """
 
     states: list[str] = field(default_factory=list)
@@ -121,10 +122,11 @@ class Proposal(Work):
 
 def validate(binding: Binding, core: Any, options: Sequence[Settings | None]) -> Proposal:
     """Check this rank's gradients and state, and return the data of the step that this rank will take if all ranks
-    agree. `options` contains the settings of each of the optimizer's groups; None for a group that AdamW updates.
+    agree. `options` contains the settings of each parameter group, or None for a group that AdamW updates.
 
-    A fast path handles most parameters in nearly every step: those whose gradient and momentum have the parameter's
-    layout, and whose momentum is stored in the dtype in which it is computed. All others are checked one by one.
+    A fast path handles most parameters in nearly every step. It requires that the gradient and the momentum have the
+    parameter's layout, and that the momentum is stored in the dtype in which it is computed. All other parameters are
+    checked one by one.
 
     Raises:
         ValueError: A gradient or state is unusable. The message contains the parameter's name.
@@ -159,9 +161,9 @@ def _glance(
     of_group: Settings,
     core: Any,
 ) -> None:
-    """Take the fast path of `validate`: check in bulk those parameters of a group that have a gradient and no state
-    except momentum, and fill in their entries in the proposal. Do nothing if the layout of any of their gradients or
-    momenta differs from the parameter's."""
+    """Check in bulk the parameters of a group that have a gradient and no state except momentum, and fill in their
+    entries in the proposal. This is the fast path of `validate`. Do nothing if any of these gradients or momenta does
+    not have the layout of its parameter."""
     rows, state = [], core.state
     for number in numbers:
         param = members[number].param
@@ -245,11 +247,13 @@ def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tenso
 
 
 def _unsettled(stages: Stages, state: Mapping[str, Any], settled: Mapping[Tensor, bool]) -> tuple[str, ...]:
-    """Return the keys of missing state tensors, and of weight norms that no step has checked since they were created or
-    loaded. (If checkpointing creates state before the first step, norms are 0, which means unknown.)
+    """Return the keys of state tensors that are missing, and of weight norms that no step has checked since they were
+    created or loaded. Such a norm can be 0, which means unknown, because checkpointing can create state before the
+    first step.
 
-    Ranks must agree on these keys for two reasons: computing new norms takes a reduction over ranks, and if only one
-    rank has lost state, this state would restart from zeros on this rank alone.
+    Ranks must agree on these keys for two reasons. First, the computation of an unknown norm is a collective. Second,
+    if state is missing on only one rank, that rank would restart from zeros while the other ranks continue with their
+    state.
     """
     on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
     keys = [stage.key for stage in keeping(stages)]
@@ -295,8 +299,8 @@ _LOAD = "Load the optimizer's state again"
 
 
 def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[str, Any]]) -> list[Row | None]:
-    """Collect the local tensors of each parameter of an AdamW group in a `Row`; None for parameters whose gradient or
-    state is missing or does not have the parameter's layout.
+    """Collect the local tensors of each parameter of an AdamW group in a `Row`. The result contains None for a
+    parameter whose gradient or state is missing, or does not have the layout and dtype of the parameter.
 
     Raises:
         ValueError: A gradient or state is unusable. The message contains the parameter's name.

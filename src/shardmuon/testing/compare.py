@@ -1,9 +1,8 @@
-"""Compare Muon on sharded parameters with Muon on dense (unsharded) parameters, and with torch.optim.Muon.
+"""Compare Muon on sharded parameters with one of two references: Muon on unsharded parameters, or torch.optim.Muon.
 
-The comparison measures differences between updates, not between weights. With a small learning rate, even a large
-error hardly changes the weights, but the error is clearly visible in the update, `(before * decay - after) / lr`. Here,
-`before` and `after` are the weights before and after the step, `decay` is `1 - lr * weight_decay`, and `lr` is the
-learning rate.
+The comparison measures differences between updates instead of weights, because even a large error hardly changes the
+weights if the learning rate is small. The update of a step is `(before * decay - after) / lr`. Here, `before` and
+`after` are the weights before and after the step, and `decay` is `1 - lr * weight_decay`.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _State = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison on one rank, over all steps and all parameters.
+    """Result of a comparison on one rank, over all steps and all parameters.
 
     Attributes:
         max_difference: Largest relative difference between a parameter's update on this rank and the expected update.
-        bitwise: True if the weights are bitwise equal to the expected weights after every step, and the optimizer state
-            is bitwise equal to the expected state after the last step.
+        bitwise: Whether the weights after every step and the optimizer state after the last step are bitwise equal to
+            the expected values.
         traffic: Counters of this rank's communication and work in the last step.
         num_matrices: Number of matrices in the model.
         worst: Name of the parameter with the largest difference.
-        about: Result of the function that the caller passed as `about`; None if the caller passed no function.
+        about: Return value of the caller's function `about`; None if the caller passed no such function.
     """
 
     max_difference: float
@@ -56,24 +55,24 @@ class Comparison:
 
     @staticmethod
     def with_dense(layout: str, **given: Any) -> Comparison:
-        """Compare a sharded model with an unsharded copy of the model that takes the same steps in one process. All
+        """Compare a sharded model with an unsharded copy of the model, which takes the same steps in one process. All
         ranks must call this function.
 
         Args:
             layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
-            given: Keyword arguments of `_compare`, and options of Muon. `method` defaults to "standard".
+            given: Keyword arguments of `_compare` and options of Muon. `method` defaults to "standard".
         """
         return _compare(layout, _dense_steps, **{"method": "standard", **given})
 
     @staticmethod
     def with_torch(layout: str, **given: Any) -> Comparison:
-        """Compare a sharded model with torch.optim.Muon, which gets every matrix as a separate parameter. All ranks
-        must call this function.
+        """Compare a sharded model with an unsharded copy of the model that torch.optim.Muon updates. In this copy,
+        every matrix is a separate parameter. All ranks must call this function.
 
         Args:
             layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
-            given: Keyword arguments of `_compare`, and options that Muon shares with torch.optim.Muon. `method` is not
-                allowed, because it is always "torch".
+            given: Keyword arguments of `_compare`, and options that Muon has in common with torch.optim.Muon. `method`
+                is not allowed, because it is always "torch".
 
         Raises:
             TypeError: `given` contains `method`.
@@ -93,19 +92,16 @@ def _compare(
     device: str = "cpu",
     **options: Any,
 ) -> Comparison:
-    """Step a sharded model and a reference model. Compare the weights after every step, and the optimizer state after
-    the last step. The states of the reference model are cached, because they are the same for different layouts.
+    """Take the same steps with a sharded model and a reference model. Compare the weights after every step, and the
+    optimizer state after the last step. The reference results are cached, because they do not depend on the layout.
 
     Args:
         layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
         steps_of: Generator function that yields the state of the reference model after each step.
-        dtype: Dtype of weights and gradients.
-        steps: Number of steps.
         params: Names of the parameters to select from `table`. Default: all parameters.
         table: Mapping from the name of each parameter to its shape and options.
-        about: Optional function to call with the sharded model's optimizer after the last step.
-        device: Device type on which both models take their steps.
-        options: Options of Muon. The learning rate `lr` defaults to 1e-3.
+        about: Optional function that is called with the sharded model's optimizer after the last step.
+        options: Options of Muon. `lr` defaults to 1e-3.
     """
     cases, options = {name: table[name] for name in params or table}, {"lr": 1e-3, **options}
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
-"""Run shardmuon under FSDP1 and DeepSpeed on a pool of ranks, so that tests can compare the results with a reference.
+"""Runs of shardmuon under FSDP1 and DeepSpeed on a pool of ranks, for tests that compare the results with a reference.
 
-Each framework runs its own forward and backward passes, and uses its own functions to gather tensors and build state
-dicts. DeepSpeed starts without compiling extensions and logs only errors.
+Each run uses the framework's own functions for forward and backward passes, for gathering tensors, and for state dicts.
+DeepSpeed starts without compiling extensions and logs only errors.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
 
 class _GivenGradients(nn.Module):
-    """A module that computes a loss with given gradients: the tensors that the caller passes to `forward`.
+    """A module whose backward pass produces given gradients. `forward` takes one gradient tensor per parameter and
+    returns a loss that has these gradients.
 
-    The module looks up its parameters by name, because FSDP1 replaces the parameter objects.
+    Parameters are looked up by name, because FSDP1 replaces the parameter objects.
 
     Args:
         tensors: Initial values of the parameters, by name.
@@ -61,14 +62,16 @@ def quiet() -> Iterator[None]:
 
 
 class Run:
-    """Base class for runs of Muon with given gradients. Runs under FSDP1 and DeepSpeed return whole weights and
-    momentum, which are equal on all ranks.
+    """Base class for test runs in which Muon updates a model with given gradients. Under FSDP1 and DeepSpeed, a run
+    returns whole weights and momentum, which are equal on all ranks.
 
-    `gradients` rounds gradients to multiples of 1/8, so that the frameworks average them exactly over the ranks.
+    `gradients` rounds gradients to multiples of 1/8, so that frameworks average them over the ranks without rounding
+    errors.
 
     Attributes:
         optimizer: The optimizer.
-        steps: Dtype of the weights that the optimizer and the reference model update. None selects the model's dtype.
+        steps: Dtype of the weights that the optimizer updates. The reference model uses the same dtype. Default: the
+            model's dtype.
     """
 
     optimizer: Muon
@@ -88,11 +91,11 @@ class Run:
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Return True if the optimizer state that a variant of Muon keeps in addition to the momentum is bitwise equal
-        to `state`.
+        """Return whether the state of the Muon variant's stages (such as NorMuon's second moments) is bitwise equal to
+        `state`.
 
-        Runs under FSDP1 and DeepSpeed always return True, because the framework decides where this state is stored. A
-        difference would still be visible in the weights.
+        Under FSDP1 and DeepSpeed, the result is always True, because the framework decides where this state is stored.
+        An error in this state would still be detected, because it changes the weights.
         """
         return True
 
@@ -122,14 +125,14 @@ class Fsdp1Run(Run):
 
     @staticmethod
     def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
-        """Wrap a model in FSDP1 on CPU. All ranks must call this function.
+        """Wrap a model in FSDP1 on the CPU. All ranks must call this function.
 
         Args:
-            model: The model. By default, each of its `_Inner` modules becomes a separate FSDP1 unit.
-            strategy: Name of a `ShardingStrategy`. By default, the hybrid strategies make two replicas if the number of
-                ranks is even and larger than two, and one replica otherwise.
-            options: Keyword arguments of `FullyShardedDataParallel`, which override the defaults of this function. With
-                a hybrid strategy, `process_group` determines the replicas.
+            model: The model. By default, each of its `_Inner` submodules becomes a separate FSDP1 unit.
+            strategy: Name of a `ShardingStrategy`. By default, a hybrid strategy makes two replicas of the model if the
+                number of ranks is even and greater than two, and one replica otherwise. To change this, pass
+                `process_group`.
+            options: Keyword arguments of `FullyShardedDataParallel`, which override the defaults of this function.
         """
         world = dist.get_world_size()
         if strategy.startswith("HYBRID") and "process_group" not in options:
@@ -210,14 +213,11 @@ class ZeroRun(Run):
 
     @staticmethod
     def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
-        """Make a DeepSpeed engine on CPU. All ranks must call this function.
+        """Make a DeepSpeed engine on the CPU. All ranks must call this function.
 
-        Args:
-            model: The model to train.
-            optimizer: The optimizer that updates the weights.
-            config: DeepSpeed's configuration, which overrides the defaults of this function. By default, gradients are
-                not clipped, DeepSpeed prints practically no progress reports, and it accepts optimizers that it has not
-                been tested with.
+        DeepSpeed's configuration `config` overrides the defaults of this function. By default, gradients are not
+        clipped, progress reports are practically disabled, and optimizers that DeepSpeed has not been tested with are
+        allowed.
         """
         fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
         fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}

@@ -1,22 +1,22 @@
-"""Tables of the sharding layouts and the parameters that tests use. Each entry of `LAYOUTS` describes one way in which
-PyTorch or a framework shards parameters. `PARAMS` has parameters that contain one matrix, several blocks or a stack of
-matrices, many of them with shapes that do not divide evenly.
+"""Sharding layouts and parameters for tests. Each entry of `LAYOUTS` describes one way in which PyTorch or a framework
+shards parameters. `PARAMS` describes parameters that contain one matrix, several blocks or a stack of matrices. Many of
+their sizes are not divisible by the number of ranks.
 
-The builder of a layout only makes sharded parameters. It calls functions of PyTorch (`fully_shard`,
-`distribute_tensor`) wherever they exist, so that tests can compare shardmuon's view of a layout with an independent
-one.
+The builder of a layout only makes sharded parameters. It calls PyTorch's own functions (`fully_shard`,
+`distribute_tensor`) where they exist, so that tests compare shardmuon's description of a layout with an independent
+implementation.
 
 [Note: cut once]
-Building the same layout repeatedly would take most of a test's time, because torch shards and traces each shape and
-dtype separately. So the builder of a layout runs only once per process and set of shapes, on tensors whose elements are
-their own indices. The result shows which elements this rank stores, in which order, on which mesh and with which
-placements. Later tensors of the same shapes are sharded directly from this result.
+Building a layout is slow, because torch shards and traces each shape and dtype separately. Building the same layout
+repeatedly would take most of a test's time. Therefore the builder of a layout runs only once per process and set of
+shapes. Its input tensors contain the flat index of each element, so the result shows which elements this rank stores,
+and in which order. Later tensors of the same shapes are sharded directly from this result, with the same mesh and
+placements.
 
 [Note: Megatron without Megatron]
 Megatron-FSDP can place any number of a DTensor's rows on a rank, and Megatron-core can split its flat buffers at any
-element. The layouts for both packages imitate these splits without importing the packages. Their splits are uneven, so
-that some ranks have no elements. If the packages are installed, tests also run on parameters that the packages
-themselves build.
+element. The layouts named after Megatron imitate such uneven splits without importing either package. Some ranks have
+no elements. If the packages are installed, tests also run on parameters that the packages themselves build.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class _LayoutCase:
 
     Attributes:
         name: Name that `shardmuon verify` prints.
-        mesh: Function that takes the world size and returns the shape of the mesh.
-        builder: Function that takes full tensors and a mesh shape and returns this rank's parameters. All ranks of the
-            default group must call it. It must return the same placements for the same shapes.
-        groups: Function that takes a mesh shape and returns the options of Muon that set process groups.
-        exchanges: Number of all-to-all exchanges in a step. Most layouts need two: the first sends shards to the ranks
-            that orthogonalize the matrices, and the second sends the results back. Layouts with replicas of shards need
-            a third exchange, which forwards the results to the replicas. Layouts that do not split any matrix between
-            ranks need only one.
-        plain_shards: True if parameters are plain tensors that are shards of larger tensors, which shardmuon's
-            checkpoints save as whole tensors. False for 1-D shards of flat buffers, which only the framework can save.
+        mesh: Function that takes the number of ranks and returns the shape of the mesh.
+        builder: Function that takes full tensors and a mesh shape and returns this rank's shards. All ranks of the
+            default group must call it. For tensors of the same shapes, it must always return the same placements.
+        groups: Function that takes a mesh shape and returns the process groups to pass to Muon as options.
+        exchanges: Number of all-to-all exchanges in a step. In most layouts, two exchanges are needed: the first sends
+            shards to the ranks that orthogonalize the matrices, and the second sends the results back. If shards have
+            replicas, a third exchange forwards the results to the replicas. If no matrix is split between ranks, a
+            single exchange distributes the results.
+        plain_shards: True if parameters are plain tensors that are shards of larger tensors, and shardmuon's
+            checkpoints save the whole tensors. False for 1-D shards of flat buffers, which only the framework can save.
     """
 
     name: str
@@ -150,8 +150,8 @@ def _placed(local: Tensor, like: DTensor) -> DTensor:
 
 
 def mesh_of(shape: Ints, purpose: str = "") -> DeviceMesh:
-    """Return a mesh with axes named "a0", "a1" and so on. The mesh is on the CPU, or on the device type that
-    `meshes_on` selects. Meshes are cached. All ranks must make the first call for a mesh.
+    """Return a mesh with axes named "a0", "a1" and so on, on the CPU or on the device type that `meshes_on` selects.
+    Meshes are cached. The first call for a mesh is collective over all ranks.
 
     Args:
         shape: Sizes of the axes.
@@ -179,9 +179,9 @@ def _placed_by(
     # function that takes a tensor's index and the tensor itself, and returns the tensor's placements
     places: Callable[[int, Tensor], Sequence[Placement]],
 ) -> _Builder:
-    """Return a builder that shards each tensor as a DTensor with the placements that `places` returns. If the number of
-    placements differs from the number of mesh axes, the tensor gets a mesh with a single axis over all ranks. If
-    `places` returns no placements for a tensor, the result is a plain tensor."""
+    """Return a builder that shards each tensor as a DTensor with the placements that `places` returns. A tensor without
+    placements stays a plain tensor. If the number of placements differs from the number of mesh axes, the mesh of the
+    tensor has a single axis over all ranks."""
 
     def build(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         out: dict[str, Tensor] = {}
@@ -274,14 +274,9 @@ def _shard_like_megatron(
 
 
 def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Split a buffer into equal parts, and return the range of a tensor's elements that one of the parts contains.
-
-    Args:
-        before: The buffer has `before` + 1 elements in front of the tensor, and 2 elements after the tensor.
-        size: Number of elements of the tensor.
-        num_parts: Number of parts.
-        part: Index of the part.
-    """
+    """Split a flat buffer into `num_parts` equal parts, and return the range (start, stop) of a tensor's elements that
+    are in the part with index `part`. The tensor has `size` elements. The buffer contains `before` + 1 other elements
+    in front of the tensor, and 2 other elements after it."""
     each = -(-(3 + before + size) // num_parts)
     start, stop = (min(max(end * each - 1 - before, 0), size) for end in (part, part + 1))
     return (start, stop) if start < stop else (0, 0)

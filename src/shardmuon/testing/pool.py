@@ -1,28 +1,29 @@
 """A pool of persistent ranks: processes in one process group that start once and run many functions.
 
-The pool does not depend on optimizers or layouts. A *rank* is one process of the pool. The *parent* is the process
-that uses the pool. A *call* runs one function on every rank. Each rank replies to the call with a result or an
-exception. If a rank hangs or dies instead, the pool kills all ranks.
+The pool does not depend on optimizers or layouts. A *rank* is one process of the pool. The *parent* is the process that
+uses the pool. A *call* runs one function on every rank. Each rank replies to a call with the function's result or with
+an exception. If a rank hangs or dies instead, the pool kills all ranks.
 
 [Note: what the parent waits for]
-    One pipe connects each rank to the parent. A separate thread of the rank reads from this pipe and passes calls to
-    the rank's main thread. If the thread receives an empty message, it replies with the stack of the main thread, so
-    that the parent can show where the rank hangs. If the parent ends, the thread reads an end of file from the pipe and
-    ends the rank at once, even inside a collective. Only the parent has timeouts. When a timeout expires, the parent
-    kills all ranks.
+    A pipe connects the parent to each rank. On the rank, a separate thread reads calls from the pipe and passes them to
+    the main thread. If the thread reads an empty message, it replies with the stack of the main thread, so that the
+    parent can show where the rank hangs. If the parent ends, the thread reads an end of file and ends the rank at once,
+    even inside a collective. Only the parent has timeouts. When a timeout expires, the parent kills all ranks.
 
 [Note: one gloo device]
-    By default, torch creates a separate device for every gloo group. The thread of each device wakes up 100 times per
-    second until the process ends. A rank has dozens of groups, because it caches groups for later calls. With separate
-    devices, the idle ranks of a few pools took up a third of two cores. So all groups of a rank share one device.
+    By default, torch creates a separate device for every gloo group. Each device has a thread that wakes up 100 times
+    per second until the process ends. A rank has dozens of groups, because it caches groups for later calls. With
+    separate devices, the idle ranks of a few pools used a third of two CPU cores. Therefore all groups of a rank share
+    one device.
 
 [Note: what ranks are forked from]
     When the parent starts its first rank, multiprocessing starts a fork server, from which all ranks are forked. The
     server imports the modules that ranks need: torch, the modules passed to `preload`, and all shardmuon modules that
     the parent has imported so far. Since Python 3.12.3, multiprocessing passes the parent's `sys.path` to the server.
-    For older versions, the pool sets PYTHONPATH, which the ranks inherit. Ranks exclude the imported objects from
-    garbage collection, because some libraries run a collection in every call, and torch alone has half a million
-    objects.
+    For older versions, the pool sets the environment variable PYTHONPATH.
+
+    Ranks exclude the imported objects from garbage collection. Otherwise, each collection would visit half a million
+    objects of torch alone, and some libraries run a collection in every call.
 """
 
 from __future__ import annotations
@@ -79,13 +80,13 @@ _MAX_OPEN_FILES = 400
 @dataclass(frozen=True)
 class RankException:
     """A failure on one rank: an exception, a hang or the death of the process. An exception is stored as strings,
-    because not every exception can be pickled.
+    because some exceptions cannot be pickled.
 
     Attributes:
         rank: The rank that failed.
         type_name: Name of the exception's class; "TimeoutError" for a hang, "ChildProcessError" for a dead rank.
         message: Message of the exception, or a description of the hang or death.
-        traceback: Traceback of the exception. For a hang, the rank's stack when the timeout expired; for a dead rank,
+        traceback: Traceback of the exception. For a hang, the rank's stack when the timeout expired. For a dead rank,
             an empty string.
         returned: True if the rank raised an exception. False if the rank hung or died.
     """
@@ -118,9 +119,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """A pool of `world_size` processes in one process group, which run functions until the pool is closed.
 
     The ranks start at the first call. If a failure, a timeout or `close()` ends the ranks, the next call starts new
-    ranks. State that a function leaves on a rank, such as process groups and globals, can speed up later calls, but
-    functions must not rely on it, because the pool can restart its ranks between any two calls. For example, the pool
-    restarts ranks that have too many open files.
+    ranks. A function can leave state on a rank, such as process groups and globals, to speed up later calls. But
+    functions must not rely on such state, because the pool can restart its ranks between any two calls, for example if
+    ranks have too many open files.
 
     Every call starts with `torch.manual_seed(0)` and the parent's current warning filters. So random numbers do not
     depend on earlier calls, and Python's option `-W error` takes effect on the ranks. Ranks have the environment
@@ -156,23 +157,23 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         Args:
             fn: A function defined at the top level of an importable module. It can call `torch.distributed.get_rank()`
                 to find its rank.
-            args: Positional arguments for `fn`, which must be picklable. Tensors in arguments and results are copied.
-            kwargs: Keyword arguments for `fn`, which must be picklable.
+            args: Positional arguments for `fn`. They must be picklable. Tensors in arguments and results are copied.
+            kwargs: Keyword arguments for `fn`. They must be picklable.
 
         Raises:
-            RankError: `fn` raised an exception or hung on at least one rank, or a rank died. The pool kills all ranks,
-                because the other ranks can be stuck in a collective. The next call starts new ranks.
+            RankError: On at least one rank, `fn` raised an exception or hung, or the rank died. The pool kills all
+                ranks, because the other ranks may be stuck in a collective. The next call starts new ranks.
             TypeError: `fn` or an argument cannot be pickled.
         """
         return cast("list[_T]", self._call(_GRACE, False, fn, args, kwargs))
 
     def run_catching(self, fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T | RankException]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in rank order. If `fn` raises an exception on
-        a rank, the result of this rank is a RankException, and the ranks stay alive.
+        a rank, the result of this rank is a RankException, and all ranks stay alive.
 
-        Tests can use this method to check that every rank raises an exception and that no rank hangs. If `fn` raises an
-        exception on one rank, the call still waits for the other ranks until the pool's timeout expires. Later calls
-        can use the process group, unless exceptions left a collective unfinished on some ranks.
+        With this method, tests can check that every rank raises an exception and that no rank hangs. After an exception
+        on one rank, the method still waits for the other ranks, until the pool's timeout expires. Later calls can use
+        the process group, unless exceptions have left a collective unfinished on some ranks.
 
         Raises:
             RankError: A rank hung or died. The pool kills all ranks, and the next call starts new ranks.
@@ -254,13 +255,13 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """Receive one reply from each rank.
 
         Args:
-            what: Description of the call for error messages.
-            timeout: Longest time to wait for all replies, in seconds.
-            grace: Longest time to wait for the other replies after the first failure, in seconds.
-            catching: True if exceptions of ranks are returned as replies. False if they raise RankError.
+            what: Description of the call, for error messages.
+            timeout: Time limit for all replies, in seconds.
+            grace: Time limit for the remaining replies after the first failure, in seconds.
+            catching: True to return the exceptions of ranks as replies. False to raise RankError for them.
 
         Returns:
-            The replies in rank order, and the number of open files on the rank with the most open files.
+            The replies in rank order, and the largest number of open files on any rank.
 
         Raises:
             RankError: A rank hung or died, or a rank raised an exception and `catching` is False.

@@ -27,19 +27,19 @@ def search(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     draws: int = 4,
 ) -> Iterator[tuple[str, list[bool]]]:
-    """Compute the Newton-Schulz products and the orthogonalization of a matrix at several positions (slots) in a batch,
-    and compare the bits of the results.
+    """Check whether the results for a matrix have the same bits at several positions (slots) in a batch. The results
+    are the orthogonalized matrix and the matrix products of a Newton-Schulz step.
 
     Args:
         device: Device that multiplies the matrices.
         shapes: Shapes (rows, cols) of the matrices. Shapes whose batches have only one slot are skipped.
         dtypes: Dtypes of the products.
-        draws: Number of random matrices for each shape and dtype. The other matrices in the batch are zeros, random
+        draws: Number of random matrices for each shape and dtype. The other slots of the batch contain zeros, random
             matrices or copies of the matrix.
 
     Yields:
-        For each shape, method and dtype, a description and a list with one bool per comparison: True if the bits are
-        equal.
+        For each shape, method and dtype, a description and a list with one bool per comparison, which is True if the
+        bits are equal.
     """
     generator, of_gram = torch.Generator().manual_seed(0), products_dtype("gram", None, device)
     ways = [("standard", dtype) for dtype in dtypes]
