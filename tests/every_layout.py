@@ -107,8 +107,8 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
 
 @quick_plans()
 def _comparisons(layout: str) -> dict[str, Comparison]:
-    """Compare a layout with a single-process run. On 4 ranks, and for some layouts on 2 ranks, also compare it with
-    torch.optim.Muon, in fp32 and bf16, respectively.
+    """Compare a layout with a single-process run and, on 4 or 2 ranks, with torch.optim.Muon. The comparison with
+    torch.optim.Muon uses fp32 on 4 ranks. On 2 ranks, it uses bf16 and runs only for every third layout.
 
     Other combinations are not needed: the plan does not depend on the reference, and the dtype only changes the plan's
     byte counts. Later steps reuse the momentum and the plan of the first step.
