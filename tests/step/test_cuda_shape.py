@@ -272,13 +272,13 @@ BUDGETS = {
 def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_it_must(
     method: Any, ranks: int
 ) -> None:
-    """In a steady-state step, the host must neither wait for the device nor copy data to it, and kernel launches and
-    memory must stay within limits.
+    """In a steady-state step, the host must neither wait for the device nor copy data to it. Kernel launches and memory
+    must stay within limits.
 
-    Most of the memory limit is a number of buffers of 32 MiB, the largest size of one rank's matrices in a bucket. Two
-    buffers are for exchanges. Three are for the iterate before and after a matmul and for the transposed result; the
-    Gram form needs a fourth for its m x m matrices and other fp32 tensors. The limit adds one fp32 temporary of at most
-    2^24 elements for momentum or the update.
+    The memory limit consists mainly of buffers of 32 MiB, the largest size of one rank's matrices in a bucket. Two
+    buffers are for exchanges. Three buffers are for the iterate before a matmul, the iterate after it, and the
+    transposed result. The Gram form needs another buffer for its m x m matrices and other fp32 tensors. The limit also
+    includes one fp32 temporary of at most 2^24 elements for momentum or the update.
     """
     found, above, plan = _count(ranks, method=method)
     assert found.waits == found.uploads == []
@@ -298,8 +298,8 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
 
 # Upper limits on the launches that a variant adds to a steady-state step of one rank. The first limit applies to 4
 # matrices of 4 shapes, and the second to 16 matrices of the same shapes. The elements of each matrix are summed in a
-# separate launch, so that the bits of a matrix do not depend on other matrices. All other operations run on batches or
-# lists.
+# separate launch, so that the result for a matrix does not depend on other matrices. All other operations process whole
+# batches or lists.
 ADDED = {name: case.launches for name, case in CASES.items()} | {"muon_eq+normuon": (88, 136)}
 
 
