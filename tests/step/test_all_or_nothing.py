@@ -310,7 +310,7 @@ GRID_FAULTS: dict[str, Fault] = {
 }
 # WHOLE_FAULTS replace the optimizer of the faulty rank with one that has different constructor options. Before its
 # first vote, a new optimizer knows only the ranks that store parts or replicas of its own parameters. These faults are
-# therefore tested only in layouts in which all ranks store the same parameters.
+# therefore tested only in layouts in which at least one parameter is stored on all ranks.
 WHOLE_FAULTS: dict[str, Fault] = {
     "another size of buckets": Fault(_given(bucket_bytes=128), "describe them differently"),
     "another method": Fault(_given(method="torch"), "describe them differently"),

@@ -168,7 +168,7 @@ class Sequence:
 
         Set `anew` for events that create a new optimizer. In the "chain" layout, such events must happen on every rank:
         before its first vote, a new optimizer knows only the ranks that store parts or replicas of its own parameters,
-        and no rank's parameters are stored on all ranks.
+        and no parameter is stored on all ranks.
         """
         drawn = self.rank in self.chance.sample(range(4), self.chance.randrange(1, 5))
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
