@@ -2,7 +2,7 @@
 
 Gradients are multiples of 1/8 (or of 3/8 on three ranks), so that their mean is exact in every dtype and in any order
 of summation. With gradient clipping, the dense reference uses the clipped gradient that DeepSpeed passed to the
-optimizer. The job recovers this gradient from the momentum, which is half of the gradient after the first step.
+optimizer. The job recovers this gradient from the momentum: after the first step, the momentum is half of the gradient.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class DenseMuon:
         weights: Initial value of each weight.
         groups: Parameter groups like `Muon.param_groups`, one for each weight.
         config: Options for orthogonalizing matrices and for storing momentum and weights.
-        wire: Dtype in which matrices and results would be sent between ranks. Ignored for fp64 weights, which are
-            always sent in fp64, and with half-precision matmuls.
+        wire: Dtype in which matrices and results would be sent between ranks. Ignored with half-precision matmuls, and
+            for fp64 weights, which are always sent in fp64.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ def assert_like_the_formula(
 def _assert_dense(optimizer: Muon, params: Sequence[Tensor], dense: DenseMuon, which: str) -> None:
     """Assert that weights and state match the dense reference. Tensors whose key starts with `which` must be bitwise
     equal. Other tensors may differ, because matmuls on another device round differently, but they must have the same
-    dtype and must not be all zero unless the reference is."""
+    dtype, and must be all zero if and only if the reference is."""
     for p, expected in zip(params, dense.params, strict=True):
         found = {"weight": p.detach(), **{key: t for key, t in optimizer.state[p].items() if key != "step"}}
         assert found.keys() == {"weight", *expected.state}

@@ -1,5 +1,5 @@
-"""Helpers that list the functions of the package that run before a collective, and that raise an exception in one of
-these functions at a time.
+"""Helpers that find the package's functions that run before a collective, and that raise an exception in one of these
+functions at a time.
 
 The exceptions are raised by a trace function, which Python calls at every function call, including calls of lambdas,
 properties and generators. An exception that the trace function raises appears to come from the called function, before
@@ -125,8 +125,8 @@ def _sorting(file: str) -> frozenset[int]:
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
     """Return the package's functions that `call()` enters after the function `begin` and before the first collective.
 
-    If `last` is given, the functions returned are those before the last collective that precedes the function `last`.
-    With last="<end>", all functions up to the end of the call are returned.
+    If `last` is given, return the functions before the last collective that runs before the function `last` is entered.
+    With last="<end>", return all functions up to the end of the call.
     """
     # Each entry of `found` is a function and the number of collectives that ran before the function was entered.
     found: list[tuple[Place, int]] = []

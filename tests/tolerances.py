@@ -22,9 +22,9 @@
 [Note: polar factors]
     An SVD routine returns the exact SVD of a slightly different matrix. The norm of the difference is a small multiple
     of u ||X||. LAPACK's documentation only says that this multiple is a modest function of the shape. The bound uses
-    the larger side of the matrix, which exceeds the multiples seen in practice. If the matrix changes by a norm of e,
-    the polar factor changes by at most e divided by the smallest nonzero singular value. (Between two singular
-    directions i and j, it changes by 2 e / (s_i + s_j).) Computed singular vectors are orthogonal up to the same
+    the larger side of the matrix, which exceeds the multiples seen in practice. A change of norm e in the matrix
+    changes the polar factor by at most e divided by the smallest nonzero singular value. (Between two singular
+    directions i and j, the change is 2 e / (s_i + s_j).) Computed singular vectors are orthogonal up to the same
     multiple of u.
 """
 
@@ -196,7 +196,7 @@ def polar_bound(
     rank: int | None = None,
 ) -> float:
     """Return an upper bound on the error, in the Frobenius norm, of a polar factor computed from an SVD in fp64. The
-    bound is proportional to the matrix's condition number plus 1 ([Note: polar factors]).
+    bound is proportional to 1 plus the condition number of the matrix ([Note: polar factors]).
 
     `rank` is the number of nonzero singular values, by default all of them.
     """

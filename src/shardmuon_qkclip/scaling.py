@@ -1,15 +1,16 @@
-"""Scale the rows of sharded query and key weights by factors computed from the largest attention logits of all ranks.
+"""Multiply the rows of sharded query and key weights by factors computed from the largest attention logits of all
+ranks.
 
 [Note: the rule]
     Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py and
-    multi_latent_attention.py) use the same rule. For each head, or for each group of heads that share keys, S is the
-    largest logit:
+    multi_latent_attention.py) use the same rule. Let S be the largest logit of a head or, if several heads share keys,
+    of all these heads:
 
         g = tau / S if S > tau, else 1
         q rows times g^alpha,  k rows times g^(1 - alpha),  q_pe rows times g,  shared rotary keys unchanged
 
-    The logits of the head or group are thereby multiplied by g. If S is not finite, nothing is scaled (g = 1), because
-    such a logit says nothing about the size of the weights.
+    This multiplies the logits of these heads by g. If S is not finite, nothing is scaled (g = 1), because such a logit
+    says nothing about the size of the weights.
 
 [Note: exact with any sharding]
     An all-reduce with MAX computes the largest logits over all ranks. A maximum does not depend on the order of its
@@ -24,10 +25,10 @@
 
 [Note: who reduces]
     Several sets of ranks can store weights of the same layer. Overlapping sets are merged, and the layer's maxima are
-    taken over each merged set. A single all-reduce covers all layers. It also connects ranks indirectly: if ranks 0 and
-    1 store one weight, and ranks 1 and 2 another, it runs over ranks 0 to 2. The reduced vector has one slot for each
-    layer and merged set, with one element per head. A rank fills the slots of sets to which it does not belong with
-    -inf.
+    taken over each merged set. A single all-reduce covers all layers. It runs over all ranks that are connected by
+    weights, directly or indirectly: if ranks 0 and 1 store parts of one weight, and ranks 1 and 2 parts of another, it
+    runs over ranks 0 to 2. The reduced vector has one slot for each layer and merged set, with one element per head. A
+    rank contributes -inf to the slots of sets that do not contain it.
 """
 
 from __future__ import annotations
@@ -202,8 +203,8 @@ class Scaler(TableCall[_Bound]):
 
     @torch.no_grad()
     def apply_(self) -> tuple[LayerLogits, ...]:
-        """Scale the rows that this rank stores by factors computed from the result of `reduce`. Collective, because the
-        ranks vote on whether the scaling succeeded.
+        """Multiply the rows that this rank stores by factors that are computed from the result of `reduce`. Collective,
+        because the ranks vote on whether the scaling succeeded.
 
         Raises:
             ExchangeError: An error occurred on this or another rank during scaling, so some weights may be scaled and

@@ -136,8 +136,8 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
 
 # Correct steps that had the largest rounding errors among many random steps, as (dtype, seed, variant). In the steps
 # without a variant, rounding completely changes one pair of singular vectors of the update. In the steps with MuonEq,
-# the matrix is all ones, so all elements have the same rounding error. In the step with seed 8500193, torch's own
-# addition updates bf16 weights.
+# the matrix is all ones, so all elements have the same rounding error. In the step with seed 8500193, the weights are
+# in bf16 and are updated by torch's own addition.
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),

@@ -107,8 +107,8 @@ def test_strides_heads_fewer_query_groups_than_ranks_and_shards_of_any_sizes(wor
 
 def _experts() -> list[int]:
     """Take a step on a dense weight with tensor-parallel size 4, and on an expert with expert-tensor-parallel size 2
-    and two replicas. The expert's groups are tuples of ranks in a special order, because a torch process group would
-    sort the ranks. Return the number of ranks in each parameter's layout."""
+    and two replicas. The expert's groups are tuples of ranks, because the order of the ranks matters, and a torch
+    process group would sort them. Return the number of ranks in each parameter's layout."""
     rank, order = dist.get_rank(), (3, 1, 0, 2)
     tp = next(pair for pair in (order[:2], order[2:]) if rank in pair)
     dp = next(pair for pair in (order[::2], order[1::2]) if rank in pair)

@@ -62,8 +62,8 @@ class Job(jobs.Job):
     takes one step, so that momentum exists.
 
     Args:
-        kind: A key of FAMILIES, whose value lists the ranks that store each weight, or one of "plain" and "fsdp2", with
-            which the job has a single layer on all ranks.
+        kind: "plain", "fsdp2" or a key of FAMILIES. With "plain" and "fsdp2", the job has a single layer, which all
+            ranks store. Otherwise, FAMILIES lists the ranks that store each weight.
     """
 
     def __init__(self, kind: str) -> None:

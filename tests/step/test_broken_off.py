@@ -1,8 +1,8 @@
 """Tests of steps in which one rank fails after all ranks have agreed on the step. The other ranks must raise an error
 that says what to do.
 
-Each case runs in new processes. The timeout is long, so that a step does not time out on a slow machine. Only if the
-other ranks have to wait for the timeout is it shortened, after the first step.
+Each case runs in new processes. The timeout is long, so that a step does not time out on a slow machine. If the other
+ranks have to wait for the timeout, it is shortened after the first step.
 """
 
 from __future__ import annotations

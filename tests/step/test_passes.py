@@ -67,7 +67,8 @@ def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
 def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     """A step makes seven passes over a matrix, whether the matrix is wide or tall: two for momentum (the buffer and the
     Nesterov update), and one each for the copy to the batch, the norm, the division, the copy back and the update of
-    the weight. The shapes are multiples of the chunk size of norms, so that a norm is a single operation."""
+    the weight. The shapes are multiples of the chunk size in which norms are computed, so that a norm is a single
+    operation."""
     found = Counter(name.rstrip("_") for name in _passes(*shape, method="standard").elements())
     wanted = {"_foreach_lerp": 2, "_foreach_copy": 1, "linalg_vector_norm": 1, "div": 1, "_foreach_add": 1, "copy": 1}
     assert found == wanted
