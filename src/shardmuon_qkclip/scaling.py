@@ -9,8 +9,8 @@ ranks.
         g = tau / S if S > tau, else 1
         q rows times g^alpha,  k rows times g^(1 - alpha),  q_pe rows times g,  shared rotary keys unchanged
 
-    This multiplies the logits of these heads by g. If S is not finite, nothing is scaled (g = 1), because such a logit
-    says nothing about the size of the weights.
+    This multiplies the logits of these heads by g. If S is not finite, nothing is scaled (g = 1), because a logit that
+    is not finite says nothing about the size of the weights.
 
 [Note: exact with any sharding]
     An all-reduce with MAX computes the largest logits over all ranks. A maximum does not depend on the order of its
