@@ -2,9 +2,9 @@
 
 [Note: tensors that gloo still holds]
     gloo's thread reports the end of a collective before it frees the collective's tensors, so these tensors may be
-    counted in the next step. This happened after one in seven collectives, even on a machine with two idle cores. The
-    measurement therefore passes uncounted copies to gloo and runs every exchange synchronously, so that the count does
-    not depend on timing.
+    counted in the next step. This happened after one in seven waits for a collective, even on a machine with two idle
+    cores. The measurement therefore passes uncounted copies to gloo and runs every exchange synchronously, so that the
+    count does not depend on timing.
 """
 
 from __future__ import annotations
