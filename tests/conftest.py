@@ -2,9 +2,9 @@
 make test runs reproducible.
 
 [Note: two arithmetics]
-    By default, shardmuon computes matmuls in bf16 on CPUs that support bf16 in hardware (as on GPUs), and in fp32 on
-    other CPUs. `--arithmetic` selects the default matmul dtype for a test run and the ranks that it starts.
-    `--both-arithmetics` runs the tests marked `numeric` with both dtypes, in several processes (see `_Shared`).
+    By default, shardmuon computes matmuls in bf16 on GPUs and on CPUs that support bf16 in hardware, and in fp32 on
+    other CPUs. `--arithmetic` selects the default matmul dtype for a test run, including its ranks.
+    `--both-arithmetics` runs the tests marked `numeric` with both dtypes (see `_Shared`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("shardmuon")
 
 # Tests in the NUMERIC modules are marked `numeric`, because their results depend on the default matmul dtype. Tests
-# marked `stated` are exempt, because they either set the matmul dtype themselves or give the same results with every
-# dtype. Some individual tests in other modules are marked `numeric`, too. A test that only checks two runs with the
-# same matmul dtype for bitwise equality does not have to run with both dtypes.
+# marked `stated` are exempt: they set the matmul dtype themselves, or their results do not depend on it. Some tests in
+# other modules are marked individually. A test that only checks that two runs with the same matmul dtype are bitwise
+# identical does not have to run with both dtypes.
 NUMERIC = {
     "test_auto",
     "test_docs",
@@ -78,10 +78,10 @@ def _name(bf16: bool) -> str:
 class _Shared:
     """Pytest plugin that runs the tests of a session in several processes, so that two cores stay busy until the end.
 
-    This process and a fork of it take test files from a shared queue, in which files that need ranks come first. A
-    second fork runs the framework tests, and a new process repeats the tests marked `numeric` with the matmul dtype
-    (bf16 or fp32) that this process does not use. The logs of these processes are printed before pytest's summary line,
-    and a failure in any process fails the session.
+    This process and a forked process take test files from a shared queue, starting with files whose tests need ranks. A
+    second forked process runs the framework tests. A new Python process repeats the tests marked `numeric` with the
+    other matmul dtype (bf16 or fp32). The logs of all processes are printed before pytest's summary line, and a failure
+    in any process fails the session.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -237,7 +237,7 @@ def _has(item: pytest.Item, mark: str) -> bool:
 class DeepSpeedPools(dict[int, RankPool]):
     """Pools of ranks for DeepSpeed tests, keyed by number of ranks.
 
-    Other tests must not use these ranks, because DeepSpeed sets environment variables and keeps a reference to the
+    Other tests must not use these pools, because DeepSpeed sets environment variables and keeps a reference to the
     process group. A pool starts when it is first used, and its ranks import DeepSpeed only once.
     """
 

@@ -1,8 +1,8 @@
-"""A simulated CUDA device, whose tensors report the device cuda:0 but are computed on the CPU.
+"""A simulated CUDA device. Its tensors report the device cuda:0, but all operations run on the CPU.
 
 The mode `CudaShape` raises an error for every operation that CUDA or NCCL would reject. It records kernel launches,
-host synchronizations and copies to the device. Streams are not simulated, so missing synchronization between streams
-goes unnoticed.
+host synchronizations and copies to the device. Streams are not simulated, so missing synchronization between streams is
+not detected.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Refused(RuntimeError):
 def launches_of(name: str, args: Sequence[Any]) -> int:
     """Return the number of kernels that an operation launches.
 
-    A foreach operation is one launch if all tensors are dense, all lists have the same single dtype, and tensors at the
-    same index have equal sizes and strides. For a foreach copy, the lists may differ in dtype. If any condition fails,
-    torch launches one kernel per tensor. torch splits a long list into several launches, but this function counts them
-    as one.
+    A foreach operation is a single launch if all tensors are dense and have the same dtype, and tensors at the same
+    index of the lists have equal sizes and strides. For a foreach copy, the dtypes of source and destination may
+    differ. If any condition fails, torch launches one kernel per tensor. torch may split a long list into several
+    launches, but this function counts them as one.
     """
     lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     if not name.startswith("_foreach") or not lists:
@@ -92,21 +92,21 @@ class OnDevice(Tensor):
 
 
 class CudaShape(TorchDispatchMode):
-    """A mode that simulates a CUDA device. Enter the mode, move tensors with `.to("cuda:0")`, and step the optimizer.
+    """A dispatch mode that simulates a CUDA device. Enter the mode, move tensors with `.to("cuda:0")`, and step the
+    optimizer.
 
     Attributes:
         launches: Number of kernel launches, keyed by the function of the step that launched them (see `_PHASES`).
-        waits: For each host synchronization, the operation that blocked the host and the line of code that called the
-            operation.
-        uploads: Lines of code that copied from CPU memory to the device.
+        waits: For each host synchronization, the operation that blocked the host, and the line of code that called it.
+        uploads: Lines of code that copied data from the CPU to the device.
     """
 
     def __init__(self, *, ranks: int = 1, values: bool = True) -> None:
         """Configure the mode, which takes effect when it is entered.
 
         Args:
-            ranks: Size of a simulated process group in which this process is rank 0. The other ranks do not exist. The
-                mode acts as if they agreed with this rank in every vote and sent no data.
+            ranks: Size of a simulated process group in which this process is rank 0. The other ranks do not exist, but
+                appear to agree with this rank in every vote and to send no data.
             values: If False, tensors created on the device have shapes but no values, so that launches can be counted
                 for models of realistic size. Tensors that are copied to the device keep their values.
         """

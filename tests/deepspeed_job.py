@@ -2,7 +2,7 @@
 
 Gradients are multiples of 1/8 (or of 3/8 on three ranks), so that their mean is exact in every dtype and in any order
 of summation. With gradient clipping, the dense reference uses the clipped gradient that DeepSpeed passed to the
-optimizer. The job recovers this gradient from the momentum, which is half of the gradient after the first step.
+optimizer. The job recovers this gradient from the momentum: after the first step, the momentum is half of the gradient.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ MUON = ("a", "b", "e", "f", "c", "row", "d", "heads", "tiny")
 # A step orthogonalizes 11 matrices: the eight parameters that are a single matrix, and the three heads of the parameter
 # "heads".
 RUNS = 11
-# The first group has six trained matrices of different shapes. The matrix "row" is a single row, "e" is tied, and a
-# frozen matrix comes between "e" and "f". Groups of matrices come before and after the AdamW group. The matrix "tiny"
-# may have fewer elements than there are ranks, so some ranks may store none of it.
+# The first group has six trained matrices of different shapes. The matrix "row" has a single row, "e" is a tied weight,
+# and a frozen matrix comes between "e" and "f". Muon groups come before and after the AdamW group. The matrix "tiny"
+# has two elements, so some ranks may store none of it.
 GROUPS: Groups = [
     (("a", "b", "e", "frozen", "f", "c", "row"), {"lr": 0.02}),
     (("d",), {"lr": 0.01, "weight_decay": 0.2}),
@@ -110,7 +110,7 @@ class Case:
 
     Attributes:
         zero: Options added to `zero_optimization` in DeepSpeed's configuration.
-        config: Options added to DeepSpeed's configuration.
+        config: Options added at the top level of DeepSpeed's configuration.
         groups: Parameter groups of the optimizer.
         named: Whether the parameters in the groups have names.
     """

@@ -1,8 +1,8 @@
-"""A dense reference implementation of Muon on full tensors, without plans, buckets, tiles or ranks.
+"""A dense reference implementation of Muon, which steps full tensors in a single process.
 
 Momentum, weight decay, matrix views and the order of roundings are implemented independently of the package.
-Orthogonalization, the formulas of post-processing stages (NorMuon, ..) and the rounding of tensors come from the
-package and have tests of their own.
+Orthogonalization, the formulas of post-processing stages (such as NorMuon) and the rounding of tensors come from the
+package, and are tested separately.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class DenseMuon:
     Args:
         weights: Initial value of each weight.
         groups: Parameter groups like `Muon.param_groups`, one for each weight.
-        config: Determines how each matrix is orthogonalized, and how momentum and weights are stored.
-        wire: Dtype in which matrices and results are sent if matmuls are not in half precision. For fp64 weights, this
-            dtype is always fp64.
+        config: Options for orthogonalizing matrices and for storing momentum and weights.
+        wire: Dtype in which matrices and results would be sent between ranks. Ignored with half-precision matmuls, and
+            for fp64 weights, which are always sent in fp64.
     """
 
     def __init__(
@@ -346,8 +346,8 @@ def assert_like_the_formula(
 
 
 def _assert_dense(optimizer: Muon, params: Sequence[Tensor], dense: DenseMuon, which: str) -> None:
-    """Assert that weights and state match the dense reference. Only tensors whose key starts with `which` must be
-    bitwise equal, because matmuls on another device round differently. All other tensors must have the reference's
+    """Assert that weights and state match the dense reference. Tensors whose key starts with `which` must be bitwise
+    equal. Other tensors may differ, because matmuls on another device round differently, but they must have the same
     dtype, and must be all zero if and only if the reference is."""
     for p, expected in zip(params, dense.params, strict=True):
         found = {"weight": p.detach(), **{key: t for key, t in optimizer.state[p].items() if key != "step"}}

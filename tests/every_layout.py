@@ -24,9 +24,9 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
-# Settings for comparisons with a single-process run, keyed by number of ranks: optimizer options, and the machine whose
-# rates the planner assumes (None for the actual machine). With the rates of the machine SHARING, one replica
-# orthogonalizes each matrix and sends the result to the other replicas in a second exchange.
+# Optimizer options for comparisons with a single-process run, and the machine whose speed the planner assumes (None for
+# the actual machine), keyed by number of ranks. For the machine SHARING, the planner lets one replica orthogonalize
+# each matrix and send the result to the other replicas in an additional exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
@@ -48,12 +48,11 @@ class Planned:
     """Figures from the step plan of one rank.
 
     Attributes:
-        counted: Number of exchanges, number of bytes sent and number of orthogonalized matrices, as counted by
-            `BucketCount.of_plan`.
-        sides: Bytes sent and bytes received. Each is a pair: the bytes within a node and the bytes between nodes. There
-            are two nodes, each with half of the ranks.
+        counted: Numbers of exchanges, bytes sent and orthogonalized matrices, as counted by `BucketCount.of_plan`.
+        sides: Bytes sent and bytes received, each as a pair (within a node, between nodes). Each of two nodes has half
+            of the ranks.
         messages: Number of messages that this rank sends to other ranks in all exchanges.
-        digests: Digests of the plan in hex, keyed by the ranks that share them.
+        digests: Digests of the plan in hex, keyed by the set of ranks that share the digest.
     """
 
     counted: tuple[int, int, int]
@@ -108,10 +107,11 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
 
 @quick_plans()
 def _comparisons(layout: str) -> dict[str, Comparison]:
-    """Compare a layout with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
+    """Compare a layout with a single-process run and, on 4 or 2 ranks, with torch.optim.Muon. The comparison with
+    torch.optim.Muon uses fp32 on 4 ranks. On 2 ranks, it uses bf16 and runs only for every third layout.
 
-    Not every combination of layout, reference and dtype is run, because the plan is the same for all references, and
-    only its byte counts depend on the dtype. Steps after the first reuse the first step's momentum and plan.
+    Other combinations are not needed: the plan does not depend on the reference, and the dtype only changes the plan's
+    byte counts. Later steps reuse the momentum and the plan of the first step.
     """
     # Each rank caches reference runs by their arguments. All layouts pass equal arguments, so a reference is computed
     # only once.

@@ -101,7 +101,7 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
 
 # With offload_to_cpu=True (the default), FSDP1 in torch 2.13 returns full state dicts on CPUs without copying the
 # gathered tensors. Tensors of different state keys then share memory and all end up with the values of the last key.
-# This happens with any optimizer, so COPIED disables offloading.
+# This bug affects every optimizer. COPIED avoids it by disabling offloading.
 COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 

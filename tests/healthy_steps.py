@@ -47,8 +47,8 @@ def healthy(
     """Take two steps with a randomly configured optimizer, and audit the second one. Return the audit's findings, the
     audit's status for each matrix, the number of matrices, and a description of the random choices.
 
-    The audit tests rely on fixed seeds. Lists of choices must therefore not grow, and choices for new options must come
-    from a second `Random`.
+    The audit tests rely on fixed seeds, so a seed must always result in the same choices. Do not add entries to the
+    lists of choices, and use a second `Random` for new options.
     """
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)

@@ -1,10 +1,10 @@
-"""Helpers to list the package's functions that run before a collective, and to raise an exception in one of these
+"""Helpers that find the package's functions that run before a collective, and that raise an exception in one of these
 functions at a time.
 
 The exceptions are raised by a trace function, which Python calls at every function call, including calls of lambdas,
-properties and generators. An exception in the trace function appears to come from the called function, before its first
-line. A profile function would also be called at every return and at every call of a C function, which takes several
-times as long.
+properties and generators. An exception that the trace function raises appears to come from the called function, before
+its first line. A profile function would be several times slower, because Python also calls it at every return and at
+every call of a C function.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ def _sorting(file: str) -> frozenset[int]:
 
 
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """Return the package's functions that `call()` enters after the function `begin` and before a collective.
+    """Return the package's functions that `call()` enters after the function `begin` and before the first collective.
 
-    This collective is the first one or, if `last` is given, the last one before the function `last` is entered. With
-    last="<end>", all functions up to the end of the call are returned.
+    If `last` is given, return the functions before the last collective that runs before the function `last` is entered.
+    With last="<end>", return all functions up to the end of the call.
     """
     # Each entry of `found` is a function and the number of collectives that ran before the function was entered.
     found: list[tuple[Place, int]] = []
@@ -287,18 +287,19 @@ def plant(
     kinds: Sequence[BaseException] = KINDS,
     again: bool = False,
 ) -> tuple[list[str], int]:
-    """Run `call` once for each function in `known`, and raise an exception in that function on one rank. The exception
-    type and the rank vary.
+    """Run `call` once for each function in `known`, each time raising an exception in that function on one rank. The
+    exception type and the rank vary.
 
     Args:
         call: A call that enters the function `begin` before any of the functions in `known`.
-        held: Returns everything that `call` must leave unchanged if it raises an error.
-        before: Prepares each call. The argument is the index of the function.
-        again: If True, `call` runs once more for every fourth function, and the exception is raised when the function
+        held: Function that returns all values that `call` must leave unchanged if it raises an error.
+        before: Function that prepares each call. Its argument is an index into `known`.
+        again: If True, `call` runs once more for every fourth function. The exception is then raised when the function
             is entered for the third time.
 
     Returns:
-        The functions in which an exception went unnoticed, and the number of exceptions that all ranks raised.
+        The functions in which an exception went unnoticed, and the number of exceptions that caused an error on all
+        ranks.
     """
     passed, raised = list[str](), 0
     for at, place in enumerate(known):
@@ -321,15 +322,16 @@ def plant(
 
 
 def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> tuple[list[str], list[str]]:
-    """Let a framework call `optimizer.step`, and raise an exception in each function that runs in the step before its
+    """Run a framework's training step, and raise an exception in each function that `optimizer.step` enters before its
     first collective.
 
     Args:
-        run: A training step, which calls `optimizer.step` at least once. It runs three times.
+        run: Function that takes a training step, in which the framework calls `optimizer.step`. It is called three
+            times.
         stride: Exceptions are raised only in every `stride`-th function.
 
     Returns:
-        The names of the functions, and the functions in which an exception went unnoticed.
+        The names of all functions before the first collective, and the functions in which an exception went unnoticed.
     """
     original, known, passed = optimizer.step, list[Place](), list[str]()
 

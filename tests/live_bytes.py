@@ -1,10 +1,10 @@
 """Peak memory, measured as the bytes of all live tensor storages.
 
 [Note: tensors that gloo still holds]
-    gloo's thread reports the end of a collective before it frees its tensors, so on a busy machine the next step may
-    count these tensors. Even on a machine with two idle cores, gloo still held tensors after one in seven waits. The
-    measurement therefore passes uncounted copies to gloo and runs every exchange synchronously, so that the count does
-    not depend on timing.
+    gloo's thread reports the end of a collective before it frees the collective's tensors, so these tensors may be
+    counted in the next step. This happened after one in seven waits for a collective, even on a machine with two idle
+    cores. The measurement therefore passes uncounted copies to gloo and runs every exchange synchronously, so that the
+    count does not depend on timing.
 """
 
 from __future__ import annotations

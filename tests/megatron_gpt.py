@@ -240,11 +240,11 @@ def drawn(shape: Sequence[int], seed: int) -> Tensor:
 
 
 class Job:
-    """Megatron model chunks and their optimizer, with a dense copy of the parameters in this process.
+    """Megatron model chunks and their optimizer, with a dense copy of the parameters for comparison.
 
     Args:
-        models: Model chunks in Megatron's wrapper. Default: one chunk made with `options`.
-        ddp: Options of the wrapper.
+        models: Model chunks in Megatron's DDP wrapper. Default: one chunk made with `options`.
+        ddp: Options of the DDP wrapper.
         config: Options of `OptimizerConfig`.
         muon: Options of `get_megatron_optimizer`.
         options: Options of `TransformerConfig`.

@@ -641,11 +641,11 @@ _SOUND: set[str] = set()  # combinations of model and options for which a correc
 
 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
-    """Audit a step with a planted fault.
+    """Audit a step in which a fault is injected.
 
-    If `first` is True, the fault is planted in the first step. Otherwise, it is planted in the third step, after two
-    correct steps. The second step is audited as well, and this audit must report nothing. Faults with the same model
-    and options have the same second step, so it is audited only for the first of them.
+    If `first` is True, the fault is injected in the first step. Otherwise, it is injected in the third step, and the
+    second step, which is correct, is audited as well. The audit of the second step must report nothing. It runs only
+    once for all faults with the same model and options.
     """
     fault = FAULTS[name]
     options = options | fault.options

@@ -16,17 +16,17 @@ import torch
 
 
 class ScheduleCase(NamedTuple):
-    """Expected properties of a schedule's steps.
+    """Expected properties of a Newton-Schulz schedule.
 
     Attributes:
-        band: Smallest and largest singular value after the steps, to two digits, for singular values from 0.01 to 1
-            before the steps.
-        slope: Slope of the iteration at zero, which is the product of the linear coefficients of all steps.
-        errors: Relative Frobenius error against the polar factor in exact arithmetic, rounded up, for each of
-            `spectra.SPECTRA`. Only the error of the square Gaussian matrix depends noticeably on the seed. Tests add
-            the rounding bounds of the dtypes.
-        restarts: Two entries: the restarts of the Gram form in fp16 (their number, or the indices of their steps), and
-            the number of restarts in fp32.
+        band: Smallest and largest singular value after the steps, to two digits. Before the steps, singular values are
+            between 0.01 and 1.
+        slope: Slope of the iteration at zero: the product of the linear coefficients of all steps.
+        errors: For each matrix of `spectra.SPECTRA`, the relative error (in the Frobenius norm) of the result compared
+            with the polar factor, in exact arithmetic and rounded up. Only the error of the square Gaussian matrix
+            depends noticeably on the seed. Tests add a bound for rounding errors.
+        restarts: Restarts of the Gram form, in fp16 and in fp32. The entry for fp16 is either their number or the
+            indices of their steps. The entry for fp32 is their number.
     """
 
     band: tuple[float, float]

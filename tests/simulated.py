@@ -272,10 +272,10 @@ class SimulatedRanks:
     """Simulated ranks that execute a plan's steps in one process.
 
     Attributes:
-        plan: The plan.
+        plan: The executed plan.
         weights, momenta: For each parameter, the storage of each rank.
-        kept: State of post-processing stages (NorMuon, ...): for each parameter and each entry of its `Spec.kept`, the
-            storage of each rank.
+        kept: State of post-processing stages (such as NorMuon). For each parameter and each entry of its `Spec.kept`,
+            the storage of each rank.
         watches: For each rank, the `ZeroWatch` that detects all-zero weights.
         orthogonalized: Number of matrices orthogonalized so far.
     """

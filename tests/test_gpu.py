@@ -76,9 +76,9 @@ def test_a_whole_step_is_captured_and_replayed_with_its_bits(config: str, device
 @on_gpu
 @pytest.mark.parametrize(("config", "kernels"), [("default", 1100), ("standard", 400), ("gram", 1100)])
 def test_a_step_takes_a_few_buckets_of_memory_and_about_the_kernels_of_the_stand_in(config: str, kernels: int) -> None:
-    """A step must stay within limits on its memory and on the number of kernels. The kernel limits are up to one and a
-    half times those of the simulated device, because some operations that count as one launch there run two kernels on
-    a GPU. For example, a matmul with an addition first copies its addend."""
+    """The memory and the number of kernels of a step must stay within limits. The kernel limits are up to 1.5 times
+    those for the simulated device, because some operations that count as one launch on the simulated device run two
+    kernels on a GPU. For example, a matmul with an addition first copies its addend."""
     optimizer = make_optimizer(make_model(CUDA, d=768, layers=12, num_vectors=50), **CONFIGS[config])
     # The memory limit is the one in test_cuda_shape.py, plus 10% for allocator blocks and 64 MiB for the workspace of
     # the matmul library.
@@ -99,9 +99,10 @@ def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
 
 
 def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> list[Comparison]:
-    """Compare a step on all ranks with a step on the same matrices on this rank alone, with fp32 and with bf16 matmuls.
+    """Compare steps on a layout over all ranks with steps on the full matrices on this rank alone, once with fp32 and
+    once with bf16 matmuls.
 
-    Afterwards, take one more step, in which host synchronization raises an error. The attribute `about` of each
+    Afterwards, take one more step, in which any host synchronization raises an error. The attribute `about` of each
     returned comparison is the text of that error, or "" if the step succeeds.
     """
 

@@ -273,8 +273,8 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
     # `found` and `plain` are each a difference of two stored weights, divided by the lr of 1/2. Initial weights are at
-    # most 4 in magnitude. The tolerance includes the rounding of each weight and difference, and at most six roundings
-    # for multiplying and dividing by lr and the scale.
+    # most 4 in magnitude. The tolerance covers the rounding of each weight and of each difference, and six roundings
+    # for multiplications and divisions by lr and the scale.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 

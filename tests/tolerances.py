@@ -1,29 +1,31 @@
-"""Tolerances for tests: a number of roundings, or the measured error of the plain formula in a dtype.
+"""Tolerances for tests: a number of roundings, or the measured rounding error of Newton-Schulz steps in a dtype.
 
 [Note: one rounding]
     Rounding to a dtype causes a relative error of at most u = eps / 2, the unit roundoff. To first order, the relative
     error of k rounded operations is therefore at most k u. Fused operations round less often, so the bound is valid on
     every machine. A sequential sum of n terms has an error of at most (n - 1) u relative to the sum of absolute values.
 
-    In a sum of many terms, the rounding errors partly cancel. For terms of either sign, the root mean square of the
-    error is u sqrt(n / 6) relative to the result, because the i-th partial sum is about sqrt(i) times as large as a
-    term, and its rounding error is u / sqrt(3) times the partial sum. For positive terms, the root mean square is
-    u sqrt(n) / 3. While n u is small, u sqrt(n / 6) covers both cases.
+    In a sum of many terms, the rounding errors partly cancel. If the terms have random signs, the i-th partial sum is
+    about sqrt(i) times as large as a term. The root mean square (RMS) of its rounding error is u / sqrt(3) times the
+    partial sum. Relative to the whole sum, the RMS error is therefore u sqrt(n / 6). For positive terms, the RMS error
+    is u sqrt(n) / 3. As long as n u is small, u sqrt(n / 6) covers both cases.
 
 [Note: rounding of the steps]
-    The effect of rounding on an orthogonalized matrix depends on the matrix, so the bound is measured. The formula is
-    computed with every matmul rounded to the dtype (with fp32 sums for half precision), on copies of the matrix with
-    random errors of up to one rounding, and is compared with fp64. The tolerance is three times the largest error of a
-    few copies, but at least three roundings of the result for each step. There is no wider reference for fp64, so its
-    tolerance is scaled down from that of fp32. The Gram form loses more accuracy on some spectra, so its tolerance is
-    64 times as large. (`test_gram.py` limits the worst error of the Gram form to 8 times that of the standard form.)
+    The effect of rounding on an orthogonalized matrix depends on the matrix, so it is measured. A few copies of the
+    matrix get random errors of up to one rounding. For each copy, Newton-Schulz steps are computed with every matmul
+    rounded to the dtype (with fp32 sums for half precision), and are compared with steps in fp64. The tolerance is
+    three times the largest error, but at least three roundings of the result for each step. fp64 has no wider
+    reference, so its tolerance is scaled down from that of fp32. The Gram form loses more accuracy on some spectra, so
+    its tolerance is 64 times as large. (`test_gram.py` limits the worst error of the Gram form to 8 times that of the
+    standard form.)
 
 [Note: polar factors]
     An SVD routine returns the exact SVD of a slightly different matrix. The norm of the difference is a small multiple
-    of u ||X||. LAPACK's documentation only says that the factor is a modest function of the shape. The bound uses the
-    larger side of the matrix as the factor, which is more than the factors seen in practice. An error of norm e moves
-    the polar factor by at most e over the smallest nonzero singular value (by 2 e / (s_i + s_j) between two
-    directions). Singular vectors are orthogonal up to the same multiple of u.
+    of u ||X||. LAPACK's documentation only says that this multiple is a modest function of the shape. The bound uses
+    the larger side of the matrix, which exceeds the multiples seen in practice. A change of norm e in the matrix
+    changes the polar factor by at most e divided by the smallest nonzero singular value. (Between two singular
+    directions i and j, the change is 2 e / (s_i + s_j).) Computed singular vectors are orthogonal up to the same
+    multiple of u.
 """
 
 from __future__ import annotations
@@ -106,8 +108,8 @@ def assert_rounded(
             the number is derived. A sum of n terms counts as n - 1, or as sqrt(n / 6) if its errors can be treated as
             random.
         dtype: Dtype of the roundings. Default: the dtype of `found`, or fp64 for a number.
-        scale: Magnitude relative to which roundings are measured. For a sum whose terms cancel, pass the sum of their
-            absolute values. Default: the expected value.
+        scale: Magnitude relative to which roundings are measured. For a sum whose terms cancel, pass the sum of the
+            terms' absolute values. Default: the expected value.
         what: Name of the value in the error message.
     """
     dtype = dtype or (found.dtype if isinstance(found, Tensor) else torch.float64)
@@ -172,9 +174,9 @@ def orthogonalization_bound(
     """Return an upper bound on the absolute error, in the Frobenius norm, of an orthogonalization with matmuls in
     `dtype`.
 
-    The bound is measured with a few copies of the matrix that have random errors ([Note: rounding of the steps]).
-    Without a matrix, the bound counts one rounding for every matmul of every step, amplified by the slope of the
-    iteration at zero. `gram` is True for the Gram form.
+    The bound is measured on a few copies of the matrix with random errors ([Note: rounding of the steps]). Without a
+    matrix, the bound is one rounding for every matmul of every step, multiplied by the slope of the iteration at zero.
+    `gram` is True for the Gram form.
     """
     unit = roundoff(dtype)
     if matrix is None:
@@ -194,7 +196,7 @@ def polar_bound(
     rank: int | None = None,
 ) -> float:
     """Return an upper bound on the error, in the Frobenius norm, of a polar factor computed from an SVD in fp64. The
-    bound is proportional to the matrix's condition number plus 1 ([Note: polar factors]).
+    bound is proportional to 1 plus the condition number of the matrix ([Note: polar factors]).
 
     `rank` is the number of nonzero singular values, by default all of them.
     """
@@ -218,7 +220,7 @@ def assert_same_orthogonalization(
 
     Args:
         found: Result with matmuls in `dtype`.
-        expected: Another such result, or with `exact` a result that was computed in fp64 by a different method.
+        expected: Another such result or, if `exact` is True, a result that was computed in fp64 by a different method.
         dtype: Dtype of the matmuls.
         coefficients: Coefficients of each step.
         matrix: The input of the orthogonalization.
@@ -249,22 +251,22 @@ def assert_same_update(
 ) -> None:
     """Assert that two steps applied the same update.
 
-    The compared updates are (before * decay - after) / lr, so that a small lr hides no difference. The bound is that of
-    `assert_same_orthogonalization` times `scale`, plus the rounding of stored weights. Both runs round the decayed
-    weight once and the updated weight once, so that each recovered update is off by at most 2 u ||weights|| / lr.
+    The compared updates are (before * decay - after) / lr, so that a small lr does not hide differences. The bound is
+    that of `assert_same_orthogonalization` times `scale`, plus the rounding of stored weights. Each step rounds the
+    decayed weight once and the updated weight once, so each recovered update is off by at most 2 u ||weights|| / lr.
 
     Args:
         found: Weights after the step.
         expected: Weights after the correct step.
         before: Weights that both steps start from.
         lr: Learning rate.
-        weight_decay: Decoupled weight decay, multiplied by lr.
+        weight_decay: Decoupled weight decay. A step multiplies weights by 1 - lr * weight_decay.
         scale: Learning-rate scale of the matrix, such as that of "match_rms_adamw".
         dtype: Dtype of the matmuls.
         coefficients: Coefficients of each step.
-        matrix: The input of the orthogonalization. Without a matrix, the bound is valid for any matrix, but hundreds of
-            times wider.
-        exact: True if `expected` was computed in exact arithmetic. Its weights are still rounded to their dtype.
+        matrix: The input of the orthogonalization. Without a matrix, the bound is valid for any matrix, but is hundreds
+            of times larger.
+        exact: True if the only rounding in `expected` is that of the weights to their dtype.
         what: Name of the update in the error message.
     """
     decayed = _double(before) * (1 - lr * weight_decay)

@@ -1,7 +1,7 @@
-"""One row for each variant with pre- or post-processing stages, with expected values that tests cannot derive from the
-stages. A new variant needs a new row.
+"""Expected values for the variants of Muon that add pre- or post-processing stages. Each variant needs a row, because
+tests cannot derive these values from the stages.
 
-The file contains only data, because `make golden` also imports it together with older revisions of the package.
+This file contains only data, because `make golden` also imports it when older revisions of the package run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ class VariantCase(NamedTuple):
 
     Attributes:
         launches: Largest number of kernels that the variant may add to a step on an accelerator, for a model of one
-            layer and for a model of four layers. If a number is too small, test_cuda_shape.py prints the number found.
+            layer and for a model of four layers. If a limit is exceeded, test_cuda_shape.py prints the number of
+            kernels.
         left_out: All findings that an audit must report when the variant's first pre- or post-processing stage is left
-            out. For a stage before the orthogonalizer, this is usually "variant_wrong". For a stage after the
-            orthogonalizer that keeps state, it is "kept_wrong", and for a stage on weights, "norm_wrong". Wrong rows or
-            columns give "wrong_matrix", and a single wrong factor gives "clipped_update" or "scale_wrong". If the
-            findings differ, test_audit.py prints them.
+            out. This is usually "variant_wrong" for a stage before the orthogonalizer, "kept_wrong" for a stage after
+            it that keeps state, and "norm_wrong" for a stage that changes weights. Wrong rows or columns cause
+            "wrong_matrix". A single wrong factor causes "clipped_update" or "scale_wrong". If the findings differ,
+            test_audit.py prints them.
     """
 
     launches: tuple[int, int]

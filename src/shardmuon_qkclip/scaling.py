@@ -1,33 +1,34 @@
-"""Scale rows of sharded query and key weights, based on the largest attention logits over all ranks. The rows are
-located once; after that, each step needs a single reduction over ranks.
+"""Multiply the rows of sharded query and key weights by factors computed from the largest attention logits of all
+ranks.
 
 [Note: the rule]
     Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py and
-    multi_latent_attention.py) use the same rule. S is the largest logit of a head or, if several heads share keys, the
-    largest logit of these heads:
+    multi_latent_attention.py) use the same rule. Let S be the largest logit of a head or, if several heads share keys,
+    of all these heads:
 
         g = tau / S if S > tau, else 1
         q rows times g^alpha,  k rows times g^(1 - alpha),  q_pe rows times g,  shared rotary keys unchanged
 
-    So the head's logits are multiplied by g. If S is not finite, g = 1, because S then contains no information about
-    the weights.
+    This multiplies the logits of these heads by g. If S is not finite, nothing is scaled (g = 1), because a logit that
+    is not finite says nothing about the size of the weights.
 
 [Note: exact with any sharding]
-    The largest logits are reduced over ranks by max. A maximum does not depend on the order of its arguments, so every
-    rank gets the same result and computes the same factors from it. Each rank scales the elements that it stores, so
-    the scaled weights have the same bits as in one process. A layout table, which all ranks build together and cache,
-    lists the elements that each rank stores.
+    An all-reduce with MAX computes the largest logits over all ranks. A maximum does not depend on the order of its
+    arguments, so all ranks get the same result and compute the same factors. Each rank scales the elements that it
+    stores, so the scaled weights are bitwise equal to those of a single process. A cached layout table lists the
+    elements that each rank stores.
 
 [Note: variants that keep norms]
     The optimizer variant Hyperball restores the initial norm of each matrix, so it would undo the scaling in the next
-    step. Hyperball needs no QK-clip: it bounds logits itself, because the norms of the weights of q and k do not grow.
-    So QK-clip raises an error for weights that are updated by a variant that keeps norms.
+    step. Hyperball does not need QK-clip either: the norms of query and key weights cannot grow, which bounds the
+    logits. QK-clip therefore raises an error for weights whose variant keeps norms.
 
 [Note: who reduces]
-    A layer's weights can be stored on several sets of ranks. Overlapping sets are merged, and the layer's maxima are
-    taken over each merged set. A single reduction covers all layers. It runs over all ranks that share parameters,
-    directly or through other ranks. In the reduced vector, each layer has one slot (an element per head) for each
-    merged set. A rank contributes -inf to the slots of sets that it does not belong to.
+    Several sets of ranks can store weights of the same layer. Overlapping sets are merged, and the layer's maxima are
+    taken over each merged set. A single all-reduce covers all layers. It runs over all ranks that are connected by
+    weights, directly or indirectly: if ranks 0 and 1 store parts of one weight, and ranks 1 and 2 parts of another, it
+    runs over ranks 0 to 2. The reduced vector has one slot for each layer and merged set, with one element per head. A
+    rank contributes -inf to the slots of sets that do not contain it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class LayerLogits(NamedTuple):
     Attributes:
         name: Name of the layer.
         maxima: (num_heads,) fp32: largest logit of each head over all ranks; -inf if the head was not measured.
-        gains: (num_groups,) fp32: for each key head, the factor for the logits of all query heads that share it.
+        gains: (num_groups,) fp32: for each key head, the factor by which the logits of its query heads were multiplied.
     """
 
     name: str
@@ -89,14 +90,14 @@ _Told = dict[tuple[str, int], Ranks]
 
 
 class _Bound(Agreed):
-    """The layout table of the query and key weights, which is equal on all ranks.
+    """Layout table of the query and key weights. All ranks have the same table.
 
     Attributes:
-        key: Cache key, which changes if the weights or their sharding change.
-        device: Device of the tensors with the largest logits.
+        key: Cache key of the table. It changes if the weights or their sharding change.
+        device: Device of the vector of largest logits.
         layouts: Layout of each weight, which lists the elements that each rank stores.
-        slots: Slots of the vector that is reduced over ranks, in order. Each slot is a tuple (layer name, number of
-            heads, ranks over which the layer's maxima are taken).
+        slots: Slots of the vector of largest logits, in order. Each slot is a tuple (layer name, number of heads, ranks
+            over which the maxima are taken).
     """
 
     slots: list[tuple[str, int, Ranks]]
@@ -129,9 +130,9 @@ class Scaler(TableCall[_Bound]):
         layers: The attention layers to scale.
         tau: Largest allowed logit.
         alpha: Exponent of the factor for the queries, in [0, 1] (see [Note: the rule]).
-        process_group: Ranks that train the same weights on other batches. Required only if the sharding of the weights
-            does not reveal these ranks.
-        params: Mapping from the name of each of the model's parameters to the parameter.
+        process_group: Ranks that train the same weights on different batches. Required only if weights are plain
+            tensors and their parameter groups have no `process_group`.
+        params: The model's parameters, keyed by name.
 
     Raises:
         ValueError: tau or alpha is out of range, or two layers have the same name.
@@ -173,15 +174,14 @@ class Scaler(TableCall[_Bound]):
         self,
         measure: Callable[[], Mapping[str, Tensor]],  # returns a dict from layer name to a tensor of shape (num_heads,)
     ) -> None:
-        """Reduce the largest logits over all ranks. `apply_` computes the factors from the result. Collective. No
-        weights are changed.
+        """Compute the largest logits over all ranks, as the input of `apply_`. Collective. Changes no weights.
 
         Args:
-            measure: Function that returns this rank's largest logits. Layers that were not measured can be missing. The
-                function may be supplied by the user, so it may raise any exception.
+            measure: Function that returns this rank's largest logits. The result may omit layers that were not
+                measured.
 
         Raises:
-            Refused: An error occurred on this rank or on another rank. The exception is raised on every rank.
+            Refused: An error occurred on this rank or on another rank, for example in `measure`. Raised on every rank.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
         fault = Fault()
@@ -203,12 +203,12 @@ class Scaler(TableCall[_Bound]):
 
     @torch.no_grad()
     def apply_(self) -> tuple[LayerLogits, ...]:
-        """Scale the rows that this rank stores, by factors computed from the maxima that `reduce` has found.
-        Collective, because the ranks confirm to each other that the scaling has succeeded.
+        """Multiply the rows that this rank stores by factors that are computed from the result of `reduce`. Collective,
+        because the ranks vote on whether the scaling succeeded.
 
         Raises:
-            ExchangeError: An error occurred on this or another rank during scaling, so possibly only some weights have
-                been scaled. The optimizer then refuses further steps. An interrupt or an out-of-memory error is raised
+            ExchangeError: An error occurred on this or another rank during scaling, so some weights may be scaled and
+                others not. The optimizer then refuses further steps. An interrupt or an out-of-memory error is raised
                 unchanged on the rank on which it occurred.
         """
         bound, fault, done = self._bound, Fault(), tuple[LayerLogits, ...]()
@@ -328,8 +328,8 @@ class Scaler(TableCall[_Bound]):
         return [Weight(name, p, p, group) for index, group in groups for name, p in named_params(group, index)]
 
     def find(self) -> list[_Target]:
-        """Find every weight of the attention layers in the optimizer. The optimizer has either the model's parameter or
-        a framework's copy of the parameter, with the same name.
+        """Find all weights of the attention layers in the optimizer. The optimizer contains the model's parameters or,
+        with some frameworks, copies that have the same names.
 
         Raises:
             ValueError: A weight is not in the optimizer, must not be scaled, or belongs to two layers.

@@ -134,10 +134,10 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# (dtype, seed, variant) of correct steps that had the largest rounding errors among many random steps. In the steps
+# Correct steps that had the largest rounding errors among many random steps, as (dtype, seed, variant). In the steps
 # without a variant, rounding completely changes one pair of singular vectors of the update. In the steps with MuonEq,
-# the matrix is all ones, so all elements are rounded alike. In the step with seed 8500193, torch's own addition updates
-# bf16 weights.
+# the matrix is all ones, so all elements have the same rounding error. In the step with seed 8500193, the weights are
+# in bf16 and are updated by torch's own addition.
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),
@@ -213,9 +213,9 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 INEXACT = tuple(name for name, fault in FAULTS.items() if not fault.exact)
 BY_TORCH = ("Hyperball: other rule", *[name for name in INEXACT if not name.startswith("orthogon")][1::8])
 OF_STAGES = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
-# Every fault in planted.py is tested with the default matmul dtype. Faults that are not marked `exact` are tested once
-# more, in fp16 or with large matrices. Some faults are also tested with torch's own orthogonalizer or in a first step.
-# benchmarks/audit_sharpness.py tests all combinations.
+# The audit is tested on every fault in planted.py with the default matmul dtype. Faults that are not marked `exact` are
+# tested once more, with fp16 matmuls or with larger matrices. Some faults are also tested with torch's own
+# orthogonalizer or in a first step. benchmarks/audit_sharpness.py tests all combinations.
 PLANTED = [
     *(_row({}, None, False, (name,), numeric=not fault.exact) for name, fault in FAULTS.items()),
     *(

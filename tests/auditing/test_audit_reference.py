@@ -46,10 +46,10 @@ def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
 
 
 def eigen_bound(shape: Sequence[int], coefficients: Coefficients) -> float:
-    """Return an error bound for a polynomial of a matrix of norm 1, evaluated through the eigenvalues of the Gram
-    matrix. The eigenvalues are squared singular values with the error of an fp64 eigensolver (see `polar_bound`). A
-    singular value near zero has an error as large as the square root of the eigenvalue's error, multiplied in the
-    result by the polynomial's slope at zero."""
+    """Return an error bound for Newton-Schulz steps on a matrix of norm 1, evaluated in fp64 through the eigenvalues of
+    the Gram matrix. A singular value is the square root of an eigenvalue. If the singular value is near zero, its error
+    is as large as the square root of the eigenvalue's error (see `polar_bound`). The steps multiply this error by at
+    most their slope at zero."""
     return math.prod(a for a, _, _ in coefficients) * (max(shape) * roundoff(torch.float64)) ** 0.5
 
 

@@ -228,19 +228,18 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
 
 
 # Each test saves a checkpoint from a source job and loads it into a target job. Source and target are given as (layout,
-# number of ranks). A checkpoint stores pieces of tensors, but not the layout from which it was saved. It is therefore
-# enough to load the checkpoint of each source on a single process and on one other layout.
+# number of ranks). A checkpoint does not store the layout from which it was saved, so it is enough to combine each
+# layout with a few others.
 ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
 GRID, EXPERTS, DIMS = ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)
 COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2), ("tp x dp", 4)
 # torch's functions cannot tell which part of the full tensor a plain shard (not a DTensor) is, so plain shards are only
 # saved with shardmuon's functions.
 PLAIN_SHARDS = [name for name, row in LAYOUTS.items() if row.plain_shards and not name.startswith("tp ")]
-# Each case gives the layout on which a job is saved, the layout on which it is loaded, the checkpoint format and the
-# kind of job. The formats "torch", "flat", "async", "full" and "broadcast" use torch's functions: "flat" flattens the
-# optimizer's state dict, "async" saves while steps run, and "full" and "broadcast" save one file, which every rank or
-# only rank 0 reads. The format "ours" uses shardmuon's functions. 8-bit momentum is used only on layouts that do not
-# split its quantization blocks.
+# Each case gives the source, the target, the checkpoint format and the kind of job. The format "ours" uses shardmuon's
+# functions, and all other formats use torch's. "flat" flattens the optimizer's state dict, and "async" saves while
+# steps run. "full" and "broadcast" save a single file. With "full", every rank reads the file, and with "broadcast",
+# only rank 0 reads it. 8-bit momentum is used only on layouts that do not split its quantization blocks.
 RESUMES = [
     (GRID, TWO, "torch", "plain"),
     *((*pair, "torch", "variants") for pair in ((ONE, EXPERTS), (EXPERTS, ONE), (GRID, EXPERTS), (EXPERTS, HSDP))),

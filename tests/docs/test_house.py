@@ -209,10 +209,10 @@ def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
 def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
     """`unevenness` is the number of bytes that the busiest rank sends, divided by the mean over all ranks.
 
-    With four shards, the owner (the rank that orthogonalizes the matrix) sends three quarters of the result, and each
-    other rank sends one quarter of the input, so the owner sends twice the mean. With two replicas of two shards, only
-    the two ranks of the owner's replica send. Each sends half of the matrix within the replica and half to the other
-    replica, so both send twice the mean.
+    The owner of a matrix is the rank that orthogonalizes it. With four shards, the owner sends 3/4 of the result, and
+    each other rank sends 1/4 of the input. The total is 3/2 of the matrix, so the owner sends twice the mean. With two
+    replicas of two shards, only the two ranks of the owner's replica send. Each sends half of the matrix within the
+    replica and half to the other replica, so both send twice the mean.
     """
     from shardmuon.layout.mesh import Shard
 

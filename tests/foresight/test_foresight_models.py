@@ -107,10 +107,9 @@ def test_layers_are_told_from_their_experts() -> None:
 
 
 def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
-    """With DeepSeek-V3 on the mesh "shard=64 ep=8", each rank stores 4 experts, each with 3 matrices, in each of the 58
-    MoE layers. At least 95% of these matrices must be updated without communication, in at most 17 buckets instead of
-    348 small ones. The batches in which a bucket's matrices are orthogonalized must take at most 1/32 as much memory as
-    the rank's momentum."""
+    """With DeepSeek-V3 on the mesh "shard=64 ep=8", each rank stores 4 experts in each of the 58 MoE layers. Each
+    expert has 3 matrices. At least 95% of these matrices must be updated without communication, in at most 17 buckets.
+    A bucket's batches of matrices must take at most 1/32 as much memory as the rank's momentum."""
     for c in Exact.of_job("deepseek-v3", "shard=64 ep=8").classes:
         local = [bucket for bucket in c.buckets if not bucket.exchange]
         assert len(local) <= 17 and not any(side.bytes for bucket in local for side in bucket.sent)

@@ -1,6 +1,6 @@
-"""Tests with the real DeepSpeed ZeRO package on CPUs: updates of matrices that the flat partitions split at arbitrary
-elements, errors for unsupported cases, checkpoints, audits, and faults on one rank. Results are compared with those of
-a dense reference in one process (see deepspeed_job.py)."""
+"""Tests of shardmuon with DeepSpeed ZeRO on CPUs. ZeRO's flat partitions split matrices at arbitrary elements. The
+tests cover updates, errors for unsupported settings, checkpoints, audits, and faults on one rank. Results are compared
+with a dense reference in one process (see deepspeed_job.py)."""
 
 from __future__ import annotations
 
@@ -280,8 +280,8 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
 
 
 # When DeepSpeed loads a checkpoint, it matches the saved parameter groups to the optimizer's groups by position. With
-# ZeRO stage 3, it gives all groups the options of the first group. TURNED has the groups of JOINED in a different
-# order, with an AdamW group first, to test that each group keeps its own options.
+# ZeRO stage 3, it gives all groups the options of the first group. TURNED contains the groups of JOINED in a different
+# order, beginning with an AdamW group, to test that each group nevertheless keeps its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 

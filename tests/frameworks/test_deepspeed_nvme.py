@@ -1,7 +1,7 @@
-"""Tests of NVMe offloading with ZeRO stage 3, using real swap files and the real DeepSpeed package.
+"""Tests of NVMe offloading in DeepSpeed ZeRO stage 3, with real swap files.
 
-The tests that swap need DeepSpeed's async_io extension, which `make nvme` compiles in a few minutes. The other tests
-check that unsupported settings raise errors, and need no extension.
+The tests that swap need DeepSpeed's async_io extension, which takes a few minutes to compile (`make nvme`). The other
+tests do not need it: they check that unsupported settings raise errors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ swaps = pytest.mark.skipif(
 )
 MIB = 2**20
 
-# DeepSpeed's sub-groups of parameters are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of
-# "a" is exactly 1 MiB, the smallest size that is swapped to disk. The parameters c, v, w and heads stay in memory. The
-# parameter e is too small to be swapped by itself, but its sub-group is swapped.
+# DeepSpeed divides these parameters into the sub-groups (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks,
+# the shard of "a" is exactly 1 MiB, the smallest size that is swapped to disk. The parameters c, v, w and heads stay in
+# memory. The parameter e by itself is below the smallest size, but is swapped with its sub-group.
 SHAPES: Shapes = {
     "a": (512, 1024),
     "b": (700, 768),

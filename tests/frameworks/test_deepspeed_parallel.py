@@ -110,11 +110,11 @@ def _autotp() -> Iterator[None]:
 
 
 def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
-    """Take a step on AutoTP's shards, gather the shards, and check that each full weight is bitwise identical to the
-    dense update from the same gradient.
+    """Take a step on a model that AutoTP has sharded, and check that the gathered weights are bitwise identical to
+    those of a dense step with the same gradients.
 
     Args:
-        given: Which of "tp_group" (an option of Muon) and "partition_dim" (an attribute of weights) the user sets.
+        given: What the user sets: "tp_group" (an option of Muon), "partition_dim" (an attribute of weights), or both.
     """
     with _autotp():
         from deepspeed.utils import groups

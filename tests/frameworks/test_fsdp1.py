@@ -292,9 +292,9 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    """Clip gradients twice, first by passing the optimizer to `clip_grad_norm_` and then by passing the model. For each
-    call, return three gradient norms: torch's for the plain model, shardmuon's for the sharded model, and FSDP1's for
-    the sharded model after clipping."""
+    """Compute and clip gradients twice, first by passing the optimizer to `clip_grad_norm_` and then by passing the
+    model. For each call, return three gradient norms: the plain model's norm (computed by torch), the sharded model's
+    norm (by shardmuon), and the sharded model's norm after clipping (by FSDP1)."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
         for each in (plain, model):

@@ -1,7 +1,7 @@
 """Tests of shardmuon with Megatron-core (0.19) on CPUs. They use Megatron's own GPT model, gradient buffers, wrappers,
 parallel layers and distributed optimizer, whose fp32 shards may split a matrix at any element. The reference is
-shardmuon in a single process with full matrices. Its gradients are sums over all ranks, which are exact in any
-order."""
+shardmuon in a single process with full matrices. Its gradients are the sums of all ranks' gradients, which are exact in
+any order of summation."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ BOTH = [3 * 4, 3 * 2 * 6]
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
     # Each case gives the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the
-    # DDP options. It also gives the expected number of orthogonalizations per optimizer, the expected sharding
-    # features, and the sets of ranks that share work according to the first rank's plans.
+    # DDP options. The expected values are the number of orthogonalizations by each optimizer, features of the sharding,
+    # and the sets of ranks that share work according to the first rank's plans (None: not checked).
     (2, {}, torch.float32, False, {}, DENSE, set(), None),
     (2, {}, torch.bfloat16, False, {}, DENSE, set(), None),
     (3, {}, torch.float32, True, {}, DENSE, STRADDLES, None),

@@ -1,5 +1,5 @@
-"""Tests of Megatron-FSDP: shards with unequal numbers of rows, empty shards without gradients, and faults for which a
-step must raise an error and change nothing.
+"""Tests of shardmuon with Megatron-FSDP. They cover shards with unequal numbers of rows, empty shards without
+gradients, and faults for which a step must raise an error and change nothing.
 
 The real megatron-fsdp package (0.6.1) builds the layouts on CPUs, with a stand-in for torch.cuda. The reference is
 shardmuon in a single process with the full gradients.
@@ -58,9 +58,9 @@ class Unit(nn.ModuleDict):
 
 
 class Model(nn.Module):
-    """A model of three units that Megatron-FSDP wraps: two with up and down projections and a norm, and one with an
-    embedding, a linear layer named mixer, and a head. `kind` is part of the parameter names of the first two units.
-    Megatron-FSDP recognizes experts by their parameter names."""
+    """A model of three submodules, each of which Megatron-FSDP shards as a unit. The first two have up and down
+    projections and a norm. The third has an embedding, a linear layer named mixer, and a head. `kind` is part of the
+    parameter names of the first two, because Megatron-FSDP recognizes experts by their parameter names."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Run the rows of the golden table (combinations of layout, options and dtype) on N ranks with the source tree on
-PYTHONPATH, and write digests of all tensors that a step changes.
+"""Run the rows of the golden table on N ranks, and write digests of all tensors that each step changes. A row is a
+combination of layout, options and dtype. The package is imported from the source tree on PYTHONPATH.
 
     PYTHONPATH=TREE/src:tests python -m golden.rows --ranks 4 --out FILE [--only TEXT]
 

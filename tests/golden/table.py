@@ -1,5 +1,5 @@
-"""The table of golden rows: combinations of layout, options, dtype and missing gradients, chosen with a fixed seed so
-that each option is combined with many layouts.
+"""The golden table. Each row is a combination of layout, options, dtype and missing gradients. The combinations are
+chosen at random with a fixed seed, so that each option is combined with many layouts.
 
 The layouts come from the source tree under test (`shardmuon.testing`), so two source trees can be compared only if they
 build the layouts in the same way.
@@ -58,9 +58,9 @@ class Options:
 
     Attributes:
         muon: Keyword arguments of the constructor of `Muon`.
-        dtypes: The names in `DTYPES` with which the options are tested. If empty, all names are used.
+        dtypes: Names of the entries of `DTYPES` with which the options are tested. If empty, all entries are used.
         lr_tensor: Whether the learning rate is a tensor.
-        without: Names of parameters that do not support these options.
+        without: Names of parameters that are left out because they do not support these options.
     """
 
     muon: Mapping[str, Any] = field(default_factory=dict)

@@ -443,9 +443,9 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 
 def _by_turns() -> list[float]:
-    """Return the gradient norms of three lists of two tensors each. The first tensor is the same in all lists; the
-    second is first sharded, then plain, then sharded again. Each list must get its own norm, even though the cache of
-    clip_grad_norm_ looks up a list's description by the list's first tensor."""
+    """Return the gradient norms of three lists of two tensors each. The first tensor is the same in all lists. The
+    second tensor is sharded in the first list, plain in the second, and sharded in the third. All norms must be right,
+    although the cache of clip_grad_norm_ is keyed by a list's first tensor."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))

@@ -70,9 +70,9 @@ def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8
 
 
 def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:
-    """Take a step on a single-row matrix on two ranks. The second rank's shard is empty, and so is its gradient, but
-    the gradient has a different shape from the shard, as in some frameworks. Return the shape of this rank's gradient,
-    and whether the weight equals that of a single-process step."""
+    """Take a step on a matrix with a single row, sharded over two ranks. On the second rank, the shard and its gradient
+    are empty but have different shapes, as in some frameworks. Return the shape of this rank's gradient, and whether
+    the full weight equals that of a single-process step."""
     mesh, rank = mesh_of((2,)), dist.get_rank()
     param = nn.Parameter(distribute_tensor(torch.ones(1, 6), mesh, [Shard(0)], src_data_rank=None))
     full = torch.arange(6.0).view(1, 6)

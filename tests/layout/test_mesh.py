@@ -30,9 +30,9 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 @given(st.data())
 @settings(max_examples=300)
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
-    """The split factors of one to four mesh axes must determine the order in which these axes shard a dim. The split
-    factor of an axis is the number of shards into which later axes of the mesh had already split the dim, as when
-    `fully_shard` shards tensor-parallel shards. The split factor also counts shards that have been gathered since."""
+    """The split factors of mesh axes must determine the order in which the axes shard a dim. A later axis of the mesh
+    can come first, as when `fully_shard` shards tensor-parallel shards. The split factor of an axis is the number of
+    shards into which later axes had already split the dim, even if these shards have been gathered since."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     # `order` lists the mesh axes in the order in which they shard the dim.
     order = data.draw(st.permutations(range(len(mesh))))
@@ -66,9 +66,8 @@ def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
 
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
-    """Local shards whose shapes contradict the placements must raise an error. One of the cases shards 13 rows over a 3
-    x 2 mesh in the order of torch's distribute_tensor, which applies the mesh axes from left to right and ignores the
-    split factor of strided shards."""
+    """Local shards whose shapes contradict the placements must raise an error. In one case, the mesh axes shard 13 rows
+    from left to right, as in torch's distribute_tensor, which ignores the split factor of strided shards."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]
     left_to_right = [(len(shares[dp][tp]), 3) for dp in range(3) for tp in range(2)]

@@ -38,12 +38,12 @@ Shard = Callable[[Tensor], nn.Parameter]
 
 
 def _beside_whole(shards: Mapping[str, tuple[tuple[int, ...], Shard, dict[str, Any]]], **given: Any) -> Muon:
-    """Take a step on this rank's shards with one optimizer and on the full tensors with another, and assert that the
-    results are bitwise identical.
+    """Take a step on this rank's shards and, with a second optimizer, on the full tensors. Assert that the results are
+    bitwise identical.
 
     Args:
-        shards: Dict from parameter name to the full shape, the function that shards the parameter, and the options of
-            its parameter group.
+        shards: Dict from parameter name to (full shape, function that shards the full tensor, options of the parameter
+            group).
         given: Options of the optimizer that updates the shards.
 
     Returns:
@@ -107,8 +107,8 @@ def test_strides_heads_fewer_query_groups_than_ranks_and_shards_of_any_sizes(wor
 
 def _experts() -> list[int]:
     """Take a step on a dense weight with tensor-parallel size 4, and on an expert with expert-tensor-parallel size 2
-    and two replicas. The expert's groups are given as tuples of ranks, because a torch process group would sort the
-    ranks. Return the number of ranks in each parameter's layout."""
+    and two replicas. The expert's groups are tuples of ranks, because the order of the ranks matters, and a torch
+    process group would sort them. Return the number of ranks in each parameter's layout."""
     rank, order = dist.get_rank(), (3, 1, 0, 2)
     tp = next(pair for pair in (order[:2], order[2:]) if rank in pair)
     dp = next(pair for pair in (order[::2], order[1::2]) if rank in pair)
@@ -306,9 +306,9 @@ def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(case: str, 
 
 
 def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...], bool]:
-    """Train a model with Megatron-like tensor-parallel layers. The optimizer is given the module instead of a list of
-    parameters. Return the shape and the optimizer (Muon or AdamW) of each parameter according to `param_groups`, the
-    global shape of the last weight, and whether a plan was made."""
+    """Take a step on a model with Megatron-like tensor-parallel layers. The optimizer is created from the module
+    instead of a list of parameters. Return each parameter's shape and optimizer (Muon or AdamW) according to
+    `param_groups`, the global shape of the last weight, and whether the step's plan contains any matrices."""
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))
     for layer, dim in ((model[0], 0), (model[2], 1)):
         layer.weight = _mark(layer.weight.detach(), dim)

@@ -147,11 +147,11 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     assert low <= float((found - w.grad).norm() / w.grad.norm()) <= high
     for columns in (slice(0, 64), slice(192, 256)):
         g = w.grad[:, columns]
-        # After 200 steps, 0.95^200 of the initial momentum remains. Stochastic rounding of each of the n elements is
-        # unbiased and has an error of at most one spacing between adjacent stored values. In bf16, the spacing is 2 u
-        # times the largest value, where u is the unit roundoff. In int8, it is the spacing determined by the largest
-        # value of a quantization block. The errors of all steps, with weights 0.95^k, add up like 1 / (1 - 0.95^2)
-        # independent errors.
+        # After 200 steps, 0.95^200 of the initial momentum remains. Stochastic rounding is unbiased, and its error is
+        # at most the spacing between adjacent stored values. In bf16, the spacing is at most 2 u times the largest
+        # value, where u is the unit roundoff. In int8, it is 1/127 of the largest value of a quantization block. After
+        # k more steps, an error has decayed to 0.95^k of its size, so the errors of all steps add up like 1 / (1 -
+        # 0.95^2) independent errors per element.
         spacing = float(w.grad.abs().max()) / 127 if dtype == "int8" else 2 * roundoff(dtype) * float(g.abs().max())
         spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
         total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())

@@ -69,9 +69,9 @@ def test_flops_are_those_that_torch_counts(
         ("gram", KELLER, FP64, 512, 4, 34),
         # In fp32, the Gram form restarts once, with a new Gram matrix of the updated iterate X.
         ("gram", POLAR, FP32, 512, 8, 28),
-        # In fp16 and with n/m above 7/3, the restart of the Gram form is local: it does not recompute the Gram matrix
-        # from X. The estimate is 4 m^2 n + 28 m^3 FLOPs, plus 8 m^3 for two m x m matmuls with an fp32 operand (each
-        # computed as two fp16 matmuls) and 2 m^3 to merge the factors Q from before and after the restart.
+        # In fp16 and with n/m above 7/3, the Gram form restarts without recomputing the Gram matrix from X. The steps
+        # take 4 m^2 n + 28 m^3 FLOPs. Two m x m matmuls with an fp32 operand, each computed as two fp16 matmuls, add 8
+        # m^3. Merging the factors Q from before and after the restart adds 2 m^3.
         ("gram", POLAR, FP16, 512, 4, 38),
         ("gram", POLAR, FP16, 128, 8, 28),
     ],
@@ -131,9 +131,9 @@ def test_the_plan_says_what_the_products_are_and_why(how: dict[str, Any], says: 
 
 
 def _stepped_apart(method: Any) -> tuple[str, bool]:
-    """Take a step on a matrix that is replicated on two ranks with different settings. With the method "auto", the
-    second rank reports a different machine; with any other method, it sets a different precision flag. Return the
-    plan's text, and whether the step left the weight unchanged."""
+    """Take a step on a matrix that is replicated on two ranks whose settings differ. With the method "auto", the second
+    rank reports a different machine. With other methods, it sets a different precision flag. Return the plan's text,
+    and whether the step left the weight unchanged."""
     rank, real, flags = dist.get_rank(), binding_module.machine_stamp, torch.backends.mkldnn.matmul
     p, before_flags = nn.Parameter(normal(12, 48)), flags.fp32_precision
     p.grad, before = normal(12, 48, seed=3), p.detach().clone()

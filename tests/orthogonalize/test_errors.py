@@ -62,9 +62,10 @@ PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard",
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}-{steps}" for name, steps in CASES])
 @_where(SPECTRA_AND_RANK_1)
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
-    """The result must equal the exact one within rounding. Rounding errors are largest in the null space of low-rank
-    matrices, where noise is orthogonalized as well. In a rank-1 matrix, the only nonzero singular value is 1 after
-    normalization, and one published schedule flips the sign of values slightly above 1.
+    """The result must match the exact result within rounding. Rounding errors are largest for low-rank matrices,
+    because rounding noise in their null space is orthogonalized as well. Rank-1 matrices are tested because their only
+    nonzero singular value is 1 after normalization, and one published schedule flips the sign of values slightly above
+    1.
 
     Each case runs two combinations of method and dtype, so that every combination runs on every spectrum and every
     schedule at least twice.

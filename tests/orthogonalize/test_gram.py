@@ -130,9 +130,9 @@ def worst_error(coefficients: Coefficients, dtype: torch.dtype, method: str) -> 
         # restarts, they would be more than 16 times as large.
         (torch.float32, torch.float32, 8),
         (torch.float16, torch.float16, 8),
-        # For low-rank matrices, the Gram form in fp16 and the standard form in bf16 both have large errors, because
-        # rounding noise in the null space is amplified. "auto" may choose the Gram form in fp16 over the standard form
-        # in bf16, so the Gram form's error must not be larger.
+        # For low-rank matrices, both the Gram form in fp16 and the standard form in bf16 have large errors, because
+        # they amplify rounding noise in the null space. The method "auto" may choose the Gram form in fp16 over the
+        # standard form in bf16, so the Gram form's error must not be larger.
         (torch.float16, torch.bfloat16, 1),
     ],
 )

@@ -43,16 +43,16 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
     assert (len(found.triples), ends, round(slope(found))) == (steps, case.band, case.slope)
     for start in (0.5, 0.01, 0.001):
         out = outputs(found.triples, start, 1.0)
-        # The band of a schedule (its smallest and largest output) is computed on two grids, one in `band` and one in
-        # this test. Both contain the end points of the interval. A grid with spacing h misses an extremum by at most
-        # |f''| h^2 / 8, where f'' is estimated by a central difference of the outputs.
+        # The band of a schedule consists of its smallest and largest output. The function `band` and this test compute
+        # the band on different grids, which both contain the end points of the interval. A grid with spacing h misses
+        # an extremum by at most |f''| h^2 / 8, where f'' h^2 is estimated by second differences of the outputs.
         missed = float(out.diff(n=2).abs().max()) / 8
         rounding = 8 * len(found.triples) * slope(found) * roundoff(torch.float64)
         pairs = zip(band(found, start), (float(out.min()), float(out.max())), strict=True)
         assert all(abs(a - b) <= missed + rounding for a, b in pairs)
-    # Let f be the composition of the polynomials of all steps. Near 0, f(s) / s equals the slope of f at 0 times 1 + e,
-    # where |e| is at most the sum over all steps of |b| / a times the square of the step's input. f(s) / s therefore
-    # differs from the slope by at most s^2 slope^3.
+    # Let f be the composition of the polynomials of all steps. For a small s, f(s) / s is nearly the slope of f at 0.
+    # Each step adds a relative error of at most |b| / a times the square of its input, so the total error is at most
+    # s^2 slope^3.
     tiny = 1e-9
     share = float(outputs(found.triples, tiny, 2 * tiny, 2)[0]) / tiny
     assert_near(torch.tensor(share), torch.tensor(slope(found)), tiny**2 * slope(found) ** 3 + roundoff(torch.float32))

@@ -126,8 +126,8 @@ def _num_owners(made: Plan) -> int:
 
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
     """One of four ranks must orthogonalize a dense matrix, and each rank stores eight experts. Other ranks of the node
-    must take over experts from the busy rank, unless a post-processing stage (such as NorMuon) keeps per-expert state,
-    because this state would have to be sent as well."""
+    must take over experts from the busy rank, unless a post-processing stage (such as NorMuon) keeps state for each
+    expert, which would have to be sent as well."""
     experts = sharded(matrix_view((32, 48, 32), view="stack"), [range(4)], 0)
     dense = spec("dense", sharded(matrix_view((96, 32)), [range(4)], 0))._replace(costs=(12 * 10**9,))
     for per_node, stages, most, moved in ((4, 0, 12, 8), (1, 0, 20, 0), (4, 1, 20, 32)):
@@ -171,7 +171,7 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """The planner's own time estimate covers only communicated matrices and excludes the ranks' vote before the step
+    """The planner's own time estimate covers only communicated matrices. It excludes the ranks' vote before the step
     and the constant costs of a step. For a plan in which all matrices are communicated, this estimate must be close to
     the interval that `Price` reports."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]

@@ -104,8 +104,8 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
     """A rank that passes results on to the other replica must send them as one block, even if post-processing stages
-    (such as NorMuon) keep state for the matrices. The gather of shards must stay within a replica, and so must the
-    scatter of results if no stage keeps state."""
+    (such as NorMuon) keep state for the matrices. The gather of shards must stay within a replica. If no stage keeps
+    state, the scatter of results must stay within a replica, too."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -234,9 +234,9 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
-    """Copies of evenly spaced blocks must be joined into one strided copy, unless a stride would be zero. In the last
-    case, each of five senders sends rows of two matrices with 6 columns and of one matrix with 4 columns. The copies of
-    these rows must be joined into two, one for each number of columns."""
+    """Copies of evenly spaced blocks must be joined into one strided copy, unless a stride of the joined copy would be
+    zero. In the last case, each of five senders sends rows of two matrices with 6 columns and of one matrix with 4
+    columns. The copies of all rows must be joined into two copies, one for each number of columns."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))

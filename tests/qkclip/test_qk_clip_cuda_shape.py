@@ -38,9 +38,9 @@ def test_scaling_by_given_maxima_waits_for_nothing() -> None:
             scaler.reduce(lambda: maxima)
             scaler.apply_()
         assert mode.waits == mode.uploads == []
-        # For each layer, one kernel launch creates the vector of its maxima, one computes the maximum of each head
-        # group, 10 apply the scaling rule, and 5 compute the factors. Each of q and k needs another 2 launches to
-        # expand its factors to rows, and one to multiply its weight.
+        # For each layer, one kernel launch creates the vector of maxima, one computes the maximum of each head group,
+        # 10 apply the scaling rule, and 5 compute the factors. For each of q and k, another 2 launches expand the
+        # factors to rows, and one launch multiplies the weight.
         assert mode.launches.total() <= LAYERS * (1 + 1 + 10 + 5 + 3 * 2) + 2
 
 

@@ -62,8 +62,8 @@ class Job(jobs.Job):
     takes one step, so that momentum exists.
 
     Args:
-        kind: A key of FAMILIES, which lists the ranks that store each weight. With "plain" or "fsdp2", all ranks store
-            a single layer instead.
+        kind: "plain", "fsdp2" or a key of FAMILIES. With "plain" and "fsdp2", the job has a single layer, which all
+            ranks store. Otherwise, FAMILIES lists the ranks that store each weight.
     """
 
     def __init__(self, kind: str) -> None:
@@ -191,10 +191,10 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
-    """Run `reduce` once for each function that it enters before the vote (the collective that shares errors among
-    ranks), raising an exception in this function on one rank. Return the functions whose exception went unnoticed, and
-    the number of exceptions that caused an error on all ranks. If `first` is True, the scaler's cached table of which
-    ranks store which weights is deleted before each call."""
+    """Run `reduce` once for each function that it enters before the ranks vote, and raise an exception in that function
+    on one rank. Return the functions whose exception went unnoticed, and the number of exceptions that caused an error
+    on all ranks. If `first` is True, the scaler's cached table of which ranks store which weights is deleted before
+    each call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)

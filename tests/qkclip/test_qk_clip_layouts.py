@@ -226,8 +226,8 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
     """Measure each layer's largest logits twice: in a single process on all sequences, and on a mesh whose ranks each
-    process a part of the sequences. Of the two backward passes per step, only the second synchronizes gradients. Return
-    the logits of both measurements."""
+    process a part of the sequences. Each step has two backward passes, of which only the second synchronizes gradients.
+    Return the logits of both measurements."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):

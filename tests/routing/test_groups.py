@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
     Attributes:
         model: Function that builds the model.
-        rows: Dict from parameter name to the expected fields of the parameter's row in the routing table.
+        rows: Expected fields of rows in the routing table, keyed by parameter name.
         says: Patterns, one for each expected warning.
         overrides: The `overrides` argument for routing.
         muon: Names of all parameters that go to Muon. If None, the test does not check these names.
@@ -606,9 +606,9 @@ def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
     """With the default lr of AdamW groups, the RMS of Muon's update must be 0.68 to 1.15 times the usual RMS of AdamW's
-    update. The RMS of an orthogonalized matrix is 1/sqrt(max(r, c)) times 0.68 to 1.14, the range of its singular
-    values. The RMS of AdamW's first update is lr, and that of later updates is usually 0.2 lr, so the test multiplies
-    the first update's RMS by 0.2."""
+    update. The singular values of an orthogonalized r x c matrix are between 0.68 and 1.14, so the RMS of the matrix is
+    0.68 to 1.14 times 1/sqrt(max(r, c)). The RMS of AdamW's first update is lr, but that of later updates is usually
+    0.2 lr, so the test multiplies the RMS of the first update by 0.2."""
     model = Llama()
     groups = param_groups(model, lr=lr, adjust_lr_fn=scale)
     optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)

@@ -1,6 +1,6 @@
-"""Functions that run a script from examples/ on several ranks and record the optimizer's plan, the number of
-Newton-Schulz runs, the findings of an audit, and the final weights on each rank. Importing the frameworks takes
-seconds, so the process from which ranks are forked imports all of them."""
+"""Functions that run a script from examples/ on several ranks. On each rank, they record the optimizer's plan, the
+number of orthogonalized matrices, the findings of an audit, and the final weights. Importing the frameworks takes
+seconds, so they are imported only once, in the process from which ranks are forked."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ RankPool.preload("stack_preload")
 
 @dataclass
 class Seen:
-    """What was observed on one rank while it ran an example.
+    """Observations on one rank that ran an example.
 
     Attributes:
-        owners: Dict from parameter name to the ranks that orthogonalize the parameter's matrices according to the plan.
+        owners: Ranks that orthogonalize each parameter's matrices according to the plan, keyed by parameter name.
         mine: Number of matrices that this rank orthogonalizes according to the plan.
         runs: Number of matrices that this rank orthogonalized in each step.
         findings: The audit's findings, as text.
         compared: Number of matrices that the audit compared with the dense reference.
         muon: Names of the parameters in Muon's groups.
-        weights: Dict from parameter name to the digest of the full parameter after the last step.
-        heard: Texts of all warnings.
+        weights: Digest of each full parameter after the last step, keyed by parameter name.
+        heard: Messages of all warnings.
     """
 
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -60,11 +60,11 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
         example: Name of the file in examples/.
         world: Number of ranks. A single rank is a plain process without torch.distributed.
         prepare: Name of a function in this file that each rank calls first.
-        arguments: Arguments of the example's `train`. The argument `kind` is not passed to `train`. It is a dict of
-            arguments for the example's `options`, which returns further arguments of `train`.
+        arguments: Arguments of the example's `train`. Only `kind` is not passed to `train`: it contains arguments of
+            the example's function `options`, which returns further arguments of `train`.
 
     Returns:
-        What was observed on each rank.
+        The observations on each rank.
     """
     with contextlib.closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))

@@ -1,6 +1,6 @@
 """Tests that run every training script in examples/ on 1 and 2 ranks. They check which ranks orthogonalize each matrix,
-the number of Newton-Schulz runs, and the findings of an audit. A run that is resumed halfway must end with weights that
-are bitwise identical to those of an uninterrupted run."""
+how many matrices each rank orthogonalizes, and the findings of an audit. A run that is resumed from a checkpoint must
+end with weights that are bitwise identical to those of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Tests that a fault on one rank raises an error on all ranks that share parameters with it, and leaves parameters and
-state unchanged.
+"""Tests that a fault on one rank causes an error on every rank that stores parts or replicas of the same parameters,
+and leaves parameters and state unchanged.
 
-Each fault changes the job on one rank, for example a gradient or an option, before all ranks make the same call. If the
-call raises an error, the next step must be bitwise identical to that of an identical job that never made this call.
+Each fault changes a part of the job on one rank, for example a gradient or an option, before all ranks make the same
+call. If the call raises an error, it must have no effect: the next step must be bitwise identical to that of a twin job
+that never made the call.
 """
 
 from __future__ import annotations
@@ -307,9 +308,9 @@ GRID_FAULTS: dict[str, Fault] = {
     ),
     "resharded, crossed": Fault(_swapped(_placed("crossed")), r"rows: |describe them differently"),
 }
-# WHOLE_FAULTS replace the optimizer of the faulty rank with one that has different constructor options. Before the
-# first vote, in which ranks agree on a step, an optimizer finds only the ranks with which it shares parameters
-# directly, so these faults are tested only in layouts where one rank set contains every rank.
+# WHOLE_FAULTS replace the optimizer of the faulty rank with one that has different constructor options. Before its
+# first vote, a new optimizer knows only the ranks that store parts or replicas of its own parameters. These faults are
+# therefore tested only in layouts in which at least one parameter is stored on all ranks.
 WHOLE_FAULTS: dict[str, Fault] = {
     "another size of buckets": Fault(_given(bucket_bytes=128), "describe them differently"),
     "another method": Fault(_given(method="torch"), "describe them differently"),
@@ -344,9 +345,9 @@ CALLS = {
 }
 OF_ADAMW = (" eps", " betas", " adamw")
 Round = dict[int, str]  # A Round describes one call: it maps each faulty rank to the name of its fault.
-# Found describes a call on one rank: the class and the message of the exception that the call raised, and the names of
-# all wrong values. A value is wrong if a call that raised has changed it, or if it differs after the next step from its
-# value in an identical job that never made the call.
+# Found is the outcome of a call on one rank: the class and the message of the exception that the call raised, and the
+# names of all wrong values. A value is wrong if a failed call has changed it, or if it differs after the next step from
+# the value in a twin job that skipped failed calls.
 Found = tuple[str, str, list[str]]
 
 

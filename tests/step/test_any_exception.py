@@ -1,7 +1,8 @@
-"""Tests that an exception on one rank, raised before the ranks have agreed on a call, promptly causes an error on all
-ranks, and that every error names the cause.
+"""Tests of exceptions that one rank raises before the ranks have agreed on a call. Such an exception must promptly
+cause an error on all ranks, and every error must name the cause.
 
-The tests trace a successful call to find the functions in which to raise exceptions (see `injection.py`).
+The tests trace a successful call to find the functions that it enters, and then raise exceptions in these functions
+(see `injection.py`).
 """
 
 from __future__ import annotations
@@ -107,11 +108,11 @@ class Case(NamedTuple):
 
     Attributes:
         world: Number of ranks.
-        jobs: Functions that each create a job, which then makes the call. In a later job, exceptions are raised only in
-            functions of the package that no earlier job has called.
+        jobs: Functions that create jobs. Every job makes the call. In later jobs, exceptions are raised only in
+            functions that no earlier job has entered.
         what: The kind of call, such as "step" or "clip" (see `_calls`).
-        least: The minimum number of injected exceptions that must raise an error on all ranks.
-        stride: Of the functions that the call enters, exceptions are raised in every `stride`-th one.
+        least: Minimum number of injected exceptions that must cause an error on all ranks.
+        stride: Exceptions are raised in every `stride`-th function that the call enters.
     """
 
     world: int
@@ -136,11 +137,11 @@ CASES = {
 
 
 class Calls(NamedTuple):
-    """A call that one job makes, and the range of functions in which exceptions are raised during this call.
+    """A call that one job makes, and the functions between which exceptions are raised during the call.
 
     Attributes:
         job: The job whose optimizer or model `call` uses.
-        call: A function without arguments, such as the optimizer's `step`, in which exceptions are raised.
+        call: A function without arguments, such as the optimizer's `step`.
         begin, last: The functions between which exceptions are raised (see `known_places`).
         between: A function that takes a seed and prepares the job before each call.
     """
@@ -234,9 +235,9 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # For the calls "unscale" and "clip twice", gradients are not compared with those before the call, because they
-        # may change although the call raised an error. After a failed unscaling, gradients must be recomputed anyway,
-        # and clipping may redistribute a gradient before its second message exchange.
+        # The calls "unscale" and "clip twice" may change gradients even if they raise an error, so values before and
+        # after these calls are not compared. After a failed unscaling, gradients must be recomputed anyway. Clipping
+        # may redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
         # A step raises exceptions of the types in STAYS unchanged. These exceptions are left out when a checkpoint is
         # saved or loaded, because torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in

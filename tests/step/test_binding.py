@@ -74,8 +74,8 @@ def _drifted(x: Tensor, where: Tensor, by: Tensor) -> Tensor:
 def test_no_drift_by_an_ulp_is_missed(size: int, count: int, trials: int) -> None:
     """A fingerprint must change when a few elements drift by one ulp.
 
-    Weaker checksums miss some of these drifts: a weighted sum of a tensor's words misses about 12 of the 3,000 drifts
-    of a 64-element tensor, and a plain or index-weighted sum misses neighboring elements that drift in opposite
+    Weaker checksums miss some of these drifts. A weighted sum of a tensor's words misses about 12 of the 3,000 tested
+    drifts of a 64-element tensor. A plain or index-weighted sum misses drifts of neighboring elements in opposite
     directions.
     """
     draw = torch.Generator().manual_seed(size + count)

@@ -1,8 +1,8 @@
-"""Tests that when a rank fails after all ranks have agreed on a step, the other ranks raise an error that says what to
-do.
+"""Tests of steps in which one rank fails after all ranks have agreed on the step. The other ranks must raise an error
+that says what to do.
 
-Each case runs in new processes. The timeout is long, so that a slow machine does not interrupt a step. If only the
-timeout can end the wait for the failed rank, the timeout is shortened after the first step.
+Each case runs in new processes. The timeout is long, so that a step does not time out on a slow machine. If the other
+ranks have to wait for the timeout, it is shortened after the first step.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Case(NamedTuple):
     Attributes:
         layout: The layout of the job's parameters on the ranks.
         how: How the rank fails, as a key of `HOW`.
-        holder, name, calls: The rank fails after `calls` calls of the function `holder.name`. If `calls` is 0, it fails
-            instead of the first call.
+        holder, name, calls: The rank fails after `calls` calls of the function `holder.name`, or instead of the first
+            call if `calls` is 0.
         says: A pattern for the errors of the other ranks.
         own: A pattern for the error of the failing rank itself, if its process survives.
     """
@@ -108,18 +108,19 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
-    """Return a regular expression for the error message of an interrupted step. It accepts the names of phases `first`
-    to `last`, numbered in the order in which a rank runs the phases of all its buckets (see `turns`). If `relays` is
-    True, each bucket has an additional phase in which one replica passes results on to the others."""
+    """Return a regular expression for the error message of an interrupted step. It matches an interruption in any of
+    the phases `first` to `last`. Phases are numbered in the order in which a rank runs the phases of all its buckets
+    (see `turns`). If `relays` is True, each bucket has an additional phase in which one replica passes results on to
+    the others."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# In each case, the rank fails in its second bucket. The arguments of `_in_turns` are the numbers of the first and the
-# last phase in which another rank may notice the failure.
-# - The first phase belongs to the oldest exchange that the failed rank may have left half sent, or to the first
-#   exchange that another rank starts after the failure.
+# In each case whose pattern is made by `_in_turns`, the rank fails in its second bucket. The arguments are the numbers
+# of the first and the last phase in which another rank may notice the failure.
+# - The first phase belongs to the oldest exchange for which the failed rank may have sent only a part of its data, or
+#   to the first exchange that another rank starts after the failure.
 # - The last phase is the wait for the first exchange that the failed rank never started.
 # In the case "relay", the rank dies after receiving its results but before passing any of them on to the other replica.
 CASES = {
@@ -201,8 +202,9 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 def main(rank: int, name: str, store: str) -> None:
     """Run a successful step, a step in which one rank fails, and a third step.
 
-    If the rank was only late, the job must match an undisturbed job bitwise. If an error leaves all processes alive,
-    the job must match the undisturbed job after its state is restored in a new process group.
+    If the rank was only late, the job must match an undisturbed job bitwise. In the cases "no memory" and
+    "interrupted", the state of the job is restored in a new process group, and the continued job must match an
+    undisturbed job, too.
     """
     torch.set_num_threads(1)
     _join(store, rank)
@@ -358,9 +360,9 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
-    """An optimizer that has stepped in a single process is pickled with the ranks that took part in its last vote (only
-    rank 0). These ranks are meaningless in the processes that unpickle the optimizer. They must not keep the optimizer
-    from recording that its first vote in those processes was interrupted."""
+    """A pickled optimizer contains the set of ranks that took part in its last vote, which is only rank 0 if the
+    optimizer has stepped in a single process. This set is meaningless in the processes that unpickle the optimizer. It
+    must not keep the optimizer from recording that its first vote in those processes was interrupted."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

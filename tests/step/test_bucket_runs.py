@@ -80,8 +80,8 @@ def _loads(view: MatrixView) -> list[Load]:
 
 
 def test_a_side_reads_the_strides_of_every_tensor_that_it_is_given() -> None:
-    """A `Side` (an object that returns views of the blocks of a tensor) is given storages with different strides in
-    turn: row-major, transposed, strided with an offset, and row-major again. It must read the same values from each
+    """A `Side` returns views of the blocks of a tensor. The test passes it storages with different strides in turn:
+    row-major, transposed, strided with an offset, and row-major again. The `Side` must read the same values from each
     storage. A second `Side` must read blocks that are stored in reverse order in a buffer."""
     view = matrix_view((6, 8), split_sizes=(2, 1), split_groups=2)
     loads, whole = _loads(view), torch.arange(48.0).view(6, 8)

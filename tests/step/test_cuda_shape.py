@@ -248,16 +248,16 @@ def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int
 
 # Upper limits on the kernel launches of a steady-state step, keyed by method and number of ranks, for 48 matrices and
 # 50 vectors at d = 768.
-# - A batch takes 15 matmuls, 6 launches to normalize (5 for a single matrix), 1 to pad it with zeros if it is not full,
-#   and 1 to write its result. A batch of "gram" takes about 47 launches, half of them for fp16 matmuls with an fp32
-#   operand, which is split into two fp16 matrices.
-# - Batches have the same size on every layout (4 matrices here), so that the bits of a matrix do not depend on the
-#   layout. A single rank has 16 batches, and the first of 8 ranks has 4 or 5, of one or two matrices each.
+# - With the method "standard", a batch takes 15 matmuls, 6 launches to normalize (5 for a single matrix), 1 to pad the
+#   batch with zeros if it is not full, and 1 to write its result.
+# - With the method "gram", a batch takes about 47 launches. Half of them are for fp16 matmuls with an fp32 operand,
+#   which is split into two fp16 matrices.
+# - All batches have the same size (4 matrices here), so that the result for a matrix does not depend on the layout. A
+#   single rank has 16 batches. The first of 8 ranks has 4 or 5 batches, each with one or two matrices and padding.
 # - Where torch cannot write an fp16 matmul into a given buffer, the result is copied to its place in the batch, which
 #   is aligned to 64 bytes.
-# - A bucket with an exchange updates momentum in two launches: one for the matrices to send, and one, during the
-#   exchange, for the matrices that stay. It also launches one copy for each shape received and one for the matrices to
-#   send.
+# - A bucket with an exchange updates momentum in two parts: first for the matrices to send, and during the exchange for
+#   the matrices that stay. It also launches one copy for each shape received and one for the matrices to send.
 BUDGETS = {
     ("standard", 8): 76,
     ("standard", 1): 399,
@@ -272,13 +272,13 @@ BUDGETS = {
 def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_it_must(
     method: Any, ranks: int
 ) -> None:
-    """In a steady-state step, the host must neither wait for the device nor copy data to it, and kernel launches and
-    memory must stay within limits.
+    """In a steady-state step, the host must neither wait for the device nor copy data to it. Kernel launches and memory
+    must stay within limits.
 
-    Most of the memory limit is a number of buffers of 32 MiB, the largest size of one rank's matrices in a bucket. Two
-    buffers are for exchanges. Three are for the iterate before and after a matmul and for the transposed result; the
-    Gram form needs a fourth for its m x m matrices and other fp32 tensors. The limit adds one fp32 temporary of at most
-    2^24 elements for momentum or the update.
+    The memory limit consists mainly of buffers of 32 MiB, the largest size of one rank's matrices in a bucket. Two
+    buffers are for exchanges. Three buffers are for the iterate before a matmul, the iterate after it, and the
+    transposed result. The Gram form needs another buffer for its m x m matrices and other fp32 tensors. The limit also
+    includes one fp32 temporary of at most 2^24 elements for momentum or the update.
     """
     found, above, plan = _count(ranks, method=method)
     assert found.waits == found.uploads == []
@@ -298,8 +298,8 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
 
 # Upper limits on the launches that a variant adds to a steady-state step of one rank. The first limit applies to 4
 # matrices of 4 shapes, and the second to 16 matrices of the same shapes. The elements of each matrix are summed in a
-# separate launch, so that the bits of a matrix do not depend on other matrices. All other operations run on batches or
-# lists.
+# separate launch, so that the result for a matrix does not depend on other matrices. All other operations process whole
+# batches or lists.
 ADDED = {name: case.launches for name, case in CASES.items()} | {"muon_eq+normuon": (88, 136)}
 
 

@@ -31,10 +31,10 @@ def _audited(layout: str, **given: Any) -> Comparison:
         return Comparison.with_dense(layout, audit_every=1, **given)
 
 
-# Each row gives a function that compares a step on a layout with a reference, the layouts, and the optimizer options.
-# On several ranks, each rank batches fewer matrices than a single process would, so a matrix may be at a different
-# position in its batch and next to different matrices. The result for a matrix must depend neither on its position nor
-# on the other matrices.
+# Each row gives a comparison function, layouts, and optimizer options. The function compares a step on each layout with
+# a reference. On several ranks, a batch contains fewer matrices than in a single process, so a matrix may be at a
+# different position in its batch and next to different matrices. The result for the matrix must depend neither on the
+# position nor on the other matrices.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
@@ -122,8 +122,8 @@ def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
 def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str) -> None:
-    """A step must consist of one vote, in which ranks agree on the step, and two exchanges, which gather matrices and
-    scatter results. Sharded replicas need a third exchange, which passes results on to the other replicas. Unsharded
+    """A step must consist of one vote, in which ranks agree on the step, and two exchanges, one to gather matrices and
+    one to scatter results. With sharded replicas, a third exchange passes results on to the other replicas. Unsharded
     replicas need only a single exchange."""
     found = [comparisons["torch fp32"] for comparisons in compared(layout, 4)]
     assert sum(one.traffic.orthogonalized for one in found) == found[0].num_matrices

@@ -154,12 +154,13 @@ PLACES = {"columns": Shard(1), "replicated": Replicate()}
 )
 @on_ranks(4)
 def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str) -> None:
-    """All ranks place a gradient differently from its parameter, so the step must redistribute the gradient.
+    """On all ranks, gradients have placements that differ from those of their parameters. The step must redistribute
+    these gradients.
 
-    In one of the cases, the gradient is still in flight in an async collective, and the step runs under a different
-    default device. If a gradient consists of partial sums, each rank of the mesh has an equal part, and the number of
-    ranks is a power of two, so the parts add up without rounding. At the end, a vector in an AdamW group must be
-    updated on exactly those ranks that have a gradient for it.
+    In one case, the redistribution of the gradient is still in progress when the step starts, and the step runs under a
+    different default device. If gradients consist of partial sums, these are equal on all ranks of the mesh, and the
+    number of ranks is a power of two, so the sums are exact. At the end, an AdamW parameter must be updated on exactly
+    those ranks that have a gradient for it.
     """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))

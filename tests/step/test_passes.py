@@ -67,7 +67,8 @@ def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
 def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     """A step makes seven passes over a matrix, whether the matrix is wide or tall: two for momentum (the buffer and the
     Nesterov update), and one each for the copy to the batch, the norm, the division, the copy back and the update of
-    the weight. The shapes are multiples of the chunk size of norms, so that a norm is a single operation."""
+    the weight. The shapes are multiples of the chunk size in which norms are computed, so that a norm is a single
+    operation."""
     found = Counter(name.rstrip("_") for name in _passes(*shape, method="standard").elements())
     wanted = {"_foreach_lerp": 2, "_foreach_copy": 1, "linalg_vector_norm": 1, "div": 1, "_foreach_add": 1, "copy": 1}
     assert found == wanted
@@ -95,12 +96,12 @@ def _reference(x: Tensor) -> Tensor:
 def test_both_forms_of_the_norm_are_right_at_any_scale(
     factor: float, count: int, dtype: torch.dtype, form: Any
 ) -> None:
-    """Both implementations of normalization must match an fp64 reference within rounding, for very small and very large
-    matrices.
+    """Both implementations of normalization must match an fp64 reference within rounding, even if the elements are very
+    small or very large.
 
     The tolerance is 32 roundings to fp32 (2^-24 each) for the norm and the quotient, plus one rounding to `dtype`.
-    Summing 24 x 40 squares pairwise or in 16 SIMD lanes takes at most 60 roundings, and the square root halves their
-    effect.
+    Summing 24 x 40 squares pairwise or in 16 SIMD lanes takes at most 60 roundings. The square root halves their
+    effect, to 30 roundings.
     """
     x = (normal(count, 24, 40, dtype=torch.float64) * factor).to(dtype)
     found = form(x.mT, dtype)
@@ -184,7 +185,7 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
 def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]) -> None:
     """All post-processing stages together take one pass to read a matrix and one to scale it. Hyperball adds one pass
     for the norm of the weights and one to scale them. MuonEq adds no pass: it computes row norms instead of the norm of
-    the matrix, and writes a scaled matrix instead of a matrix divided by its norm."""
+    the matrix, and scales the rows instead of dividing the matrix by its norm."""
     how = {"method": "standard"}
     plain = _passes(*shape, **how)
     of_weights = {"_foreach_norm": 1, "_foreach_mul_": 1}
@@ -221,9 +222,9 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
 @pytest.mark.parametrize("factor", [1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
 def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turned: bool) -> None:
-    """Row normalization must be accurate in both implementations: the batched one for accelerators, and the one for
-    CPUs, which processes one matrix at a time. Some rows are zero, one matrix is all zeros, and one has an infinite
-    element. In fp64, the scales of rows differ by sixteen orders of magnitude."""
+    """Row normalization must be accurate in both implementations: the batched implementation for accelerators, and the
+    implementation for CPUs, which processes one matrix at a time. Some rows are zero, one matrix is all zeros, and one
+    matrix has an infinite element. In fp64, the norms of rows span sixteen orders of magnitude."""
     decades = 10.0 ** torch.linspace(-8, 8, 24, dtype=torch.float64)
     x = normal(4, 24, 40, dtype=torch.float64) * factor
     x = x * (decades if dtype == torch.float64 else decades**0.0).view(1, 24, 1)

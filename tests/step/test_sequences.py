@@ -1,5 +1,5 @@
-"""Tests of random sequences of events around an optimizer, compared bit for bit with an unsharded
-reference that creates a new optimizer for every step.
+"""Tests that run random sequences of events on an optimizer, and compare the results bitwise with an unsharded
+reference. The reference creates a new optimizer for every step.
 
 The events are skipped batches, errors, saving and loading, added and removed groups, copies and replaced tensors. An
 event happens on all ranks, or on a random subset if the other ranks need not take part.
@@ -163,12 +163,12 @@ class Sequence:
             del self.job.groups[at]
 
     def _concerned(self, *, anew: bool = False) -> bool:
-        """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, the subset
-        always contains the only rank.
+        """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, always
+        return True.
 
-        Pass `anew` for events that create a new optimizer, which must happen on every rank of the "chain" layout.
-        Before the first vote, in which ranks agree on a step, a new optimizer finds only the ranks with which it shares
-        parameters directly, and no rank set of the chain contains all ranks.
+        Set `anew` for events that create a new optimizer. In the "chain" layout, such events must happen on every rank:
+        before its first vote, a new optimizer knows only the ranks that store parts or replicas of its own parameters,
+        and no parameter is stored on all ranks.
         """
         drawn = self.rank in self.chance.sample(range(4), self.chance.randrange(1, 5))
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")

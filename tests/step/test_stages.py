@@ -93,8 +93,8 @@ def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL,
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
 def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
     """The state of a post-processing stage has five numbers for one parameter and eight for another, including NaNs
-    with payload bits. It is written at an odd offset of an exchange buffer and read back with different strides.
-    Neither the bits of the state nor the rest of the buffer may change."""
+    with payload bits. The state is written from strided tensors to an odd offset of an exchange buffer, and read back
+    into contiguous tensors. Neither the bits of the state nor the rest of the buffer may change."""
     views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
     layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]

@@ -149,8 +149,8 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
     coefficients: str, method: str, dtype: torch.dtype
 ) -> None:
     """In every batched matmul, each matrix must start at a multiple of 64 bytes, and a partial batch must be padded to
-    the full batch size. The parameters cover cubic steps and both kinds of restart in the Gram form: those that
-    recompute the Gram matrix from the iterate, and local ones that do not."""
+    the full batch size. The test covers cubic steps and both kinds of restart of the Gram form: with and without
+    recomputing the Gram matrix from the iterate."""
     if method == "gram" and dtype == torch.bfloat16:
         pytest.skip("refused: see test_gram.py")
     for rows, cols in ((5, 257), (257, 5), (9, 12), (1, 5), (3, 100)):

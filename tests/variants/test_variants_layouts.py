@@ -51,8 +51,8 @@ def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, wor
 
 
 def test_what_is_kept_of_a_block_lies_at_any_place_beside_fp64_weights(world2: RankPool) -> None:
-    """On one rank, NorMuon's second moment consists of 3 fp32 elements for one block of a fused weight, followed by 8
-    for the next block. These 8 elements start at byte 12, which is unaligned for fp64, the dtype of the weights. The
+    """On one rank, NorMuon's second moment has 3 fp32 elements for the first block of a fused weight, followed by 8 for
+    the second block. The second block starts at byte 12, which is not aligned for fp64, the dtype of the weights. The
     result must still match a single-process run."""
     table = {"w": ParamCase((10, 3), "blocks of which one is wide", {"split_sizes": (2, 8)})}
     assert world2.run(_compared, "fsdp2", "normuon", table=table, dtype=torch.float64) == [(True, 0.0, "")] * 2

@@ -1,9 +1,9 @@
-"""Tests of routing for well-known models, which the libraries themselves build from tiny configs. They check which
-parameters go to Muon, as which matrices and with which warnings, and whether the parts of fused weights have the
-expected roles.
+"""Tests of routing for well-known models, which are built from tiny configs by their own libraries. The tests check
+which parameters go to Muon, which matrices they consist of, which warnings are issued, and whether the parts of fused
+weights have the expected roles.
 
-The tests need transformers, timm, torchvision and peft: `make zoo`. tests/routing/test_routing.py imitates such models
-with plain modules and needs none of these packages.
+`make zoo` runs these tests, which need transformers, timm, torchvision and peft. tests/routing/test_routing.py needs
+none of these packages, because it imitates such models with plain modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Expected routing of each model. Each dict maps the name of a parameter to "adamw", or to the number and shape of its
-matrices. In names, `#` stands for any number. If layers differ, "|" separates the alternatives. Biases, norms and
-other 1-D parameters always go to AdamW and are not listed."""
+"""Expected routing of each model. Each dict maps parameter names to "adamw", or to the number and the shape of the
+parameter's matrices. In names, `#` stands for any number. If layers of a model differ, "|" separates the alternatives.
+Biases, norms and other 1-D parameters always go to AdamW and are not listed."""
 
 _ENDS = {"model.embed_tokens.weight": "adamw", "lm_head.weight": "adamw"}
 _ATTENTION = {
