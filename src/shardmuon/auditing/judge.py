@@ -290,8 +290,8 @@ class _Evidence:
 
         Along every singular vector, the rounding error is assumed to be at least one spacing of the largest weight. If
         the Muon variant stores fp32 values, the rounding error is also assumed to be at least one fp32 eps of the
-        result. Up to four roundings can change a stored value by two eps. The square root of a stored value, which can therefore
-        change by one eps, scales a row or column of the result.
+        result. Up to four roundings can change a stored value by two eps. The square root of a stored value scales a
+        row or column of the result, and can therefore change by one eps.
         """
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
