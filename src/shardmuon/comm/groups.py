@@ -79,8 +79,8 @@ def num_ranks() -> int:
 @dataclass(frozen=True)
 class GroupRef:
     """Reference to a process group by its name, or by its ranks alone. The reference does not keep the group alive (see
-    `_Made`). If the job destroys its process groups and creates them again, the reference refers to the new group with
-    the same name and the same ranks.
+    `_Made`). If the job destroys its process groups and creates them again, it refers to the new group with the same
+    name and the same ranks.
 
     Attributes:
         ranks: Global ranks in group-rank order.
@@ -183,8 +183,8 @@ def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | No
     """Choose the device on which ranks exchange tensors that are stored on `device`.
 
     Return `preferred` if the ranks' process group has a backend other than gloo for that device. Otherwise, return
-    `device` if the group has a backend for it. A group may have no backend for the CPU, for example in a job with only
-    NCCL that offloads parameters to the CPU. If `device` is the CPU in such a job, return the accelerator.
+    `device`, with one exception: if `device` is the CPU and the group has no CPU backend, return the accelerator. This
+    happens in NCCL-only jobs that offload parameters to the CPU.
     """
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
@@ -207,9 +207,9 @@ class Traffic:
     """Counters of this rank's communication and of the matrices that this rank orthogonalized.
 
     Attributes:
-        exchanges: Number of all-to-all calls. A bucket is a set of matrices that are exchanged together. Two calls
-            gather the matrices of a bucket from shards and return the results. If the bucket has replicas on other
-            ranks, one call forwards the results to them.
+        exchanges: Number of all-to-all calls. A bucket is a set of matrices that are exchanged together. One call
+            gathers a bucket's matrices from shards, a second call returns the results, and a third call forwards
+            results to other replicas. A bucket needs the first two calls, the third call, or all three.
         agreements: Number of votes before steps, including votes that rejected the step.
         bytes_sent: Number of bytes that this rank sent in all-to-all calls.
         orthogonalized: Number of matrices orthogonalized on this rank.
