@@ -1,10 +1,10 @@
 """Audit optimizer steps: compare a step with a dense (unsharded) reference step, and report the causes of differences.
 
-`audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. The module `live` runs an
-audit: it determines from scratch which rank stores which part of each parameter, and assembles whole matrices from
-their shards. The module `reference` computes the step of each whole matrix, once in the arithmetic of the audited step
-and once in exact arithmetic. The module `judge` compares the results, decides which differences can be due to rounding,
-and finds the causes of all other differences.
+The function `audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. The module
+`live` runs an audit: it determines from scratch which rank stores which part of each parameter, and assembles whole
+matrices from their shards. The module `reference` computes the step of each whole matrix, once in the arithmetic of the
+audited step and once in exact arithmetic. The module `judge` compares the results, decides which differences can be due
+to rounding, and finds the causes of all other differences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def audit(optimizer: Any, samples: int = 8) -> PendingAudit:
             Successive audits sample different matrices.
 
     Returns:
-        The pending audit. Its `report` is available after the step and is identical on all ranks that called `audit`.
+        The pending audit. Its `report` is available after the step and is identical on all connected ranks.
 
     Raises:
         ValueError: `samples` is not a positive int, or DeepSpeed calls the optimizer's `step`.

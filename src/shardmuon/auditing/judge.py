@@ -3,11 +3,11 @@ is an operation that a Muon variant (such as NorMuon) adds to the step.
 
 [Note: two comparisons]
     First, the applied update is compared with the dense update, which is computed on the whole matrix with the same
-    arithmetic. The two can differ only in the order of summation, so they are nearly always bitwise equal. This
-    comparison finds faults in the inputs, the communication, the scale and the update of the weights. Second, the
-    orthogonalizer's result for the whole matrix is compared with the result in exact arithmetic. This comparison finds
-    a faulty orthogonalizer. For both comparisons, the audit measures how large a difference rounding can cause (see
-    [Note: the shake]).
+    arithmetic. In a correct step, the two can differ only in the order of summation, so they are nearly always bitwise
+    equal. This comparison finds faults in the inputs, the communication, the scale and the update of the weights.
+    Second, the orthogonalizer's result for the whole matrix is compared with the result in exact arithmetic. This
+    comparison finds a faulty orthogonalizer. For both comparisons, the audit measures how large a difference rounding
+    can cause (see [Note: the shake]).
 
 [Note: the shake]
     To measure how large a difference rounding can cause, the audit repeats the computation on several slightly
@@ -25,17 +25,17 @@ is an operation that a Muon variant (such as NorMuon) adds to the step.
 
     For the comparison with exact arithmetic, each run moves every element by up to one spacing, so that every product
     is rounded differently. Each run also adds a row or column of zeros on every side of the matrix, and sets two
-    opposite corners to a nonzero number. This number increases the norm by a relative amount of up to `_LONGER`, so
-    that elements are rounded differently even if all of them are equal. The effect of the larger norm is computed in
-    exact arithmetic and subtracted. The zeros are added on every side, not only on one, so that the result of an
-    orthogonalizer that mirrors the matrix by mistake is mirrored but not shifted.
+    opposite corners of this border to a nonzero number. This number increases the norm by a relative amount of up to
+    `_LONGER`, so that elements are rounded differently even if all of them are equal. The effect of the larger norm is
+    computed in exact arithmetic and subtracted. The zeros are added on every side, not only on one, so that the result
+    of an orthogonalizer that mirrors the matrix by mistake is mirrored but not shifted.
 
     The Newton-Schulz iteration amplifies rounding errors along singular vectors whose singular values are nearly zero.
     Along such vectors, results can differ completely, and along other vectors hardly at all. So a difference is
-    measured separately along each left singular vector of the reference: its length is divided by the rounding error,
-    which is the root mean square of the lengths of the differences that perturbations cause, but at least one spacing
-    of the result. Only the largest of these ratios counts. To make it a relative difference, it is divided by the
-    largest ratio of the result's own length to the rounding error.
+    measured separately along each left singular vector of the reference. Along each vector, the rounding error is
+    estimated as the root mean square of the differences that perturbations cause, but at least as one spacing of the
+    result. The length of the measured difference is divided by this error, and only the largest of these ratios counts.
+    To make it a relative difference, it is divided by the largest such ratio of the result itself.
 
 [Note: naming a fault]
     The audit simulates known faults. A simulated fault, called a guess, consists of the fault's name, a description,
@@ -123,15 +123,15 @@ class _StepWith(NamedTuple):
 
 
 class _Evidence:
-    """One whole matrix before and after the audited step, the arithmetic of that step, and the dense reference step.
+    """One whole matrix before and after the audited step, the arithmetic of that step, and the dense reference step. A
+    Muon variant can add operations, called stages, to a step.
 
     Args:
         row: The matrix's row in the report; `judge` fills in the results.
         arithmetic: The arithmetic of the matrix's step.
         blocks: Rectangular parts of the matrix, each stored on one rank.
         whole: Dict from quantity to a (2, n) fp64 tensor with the quantity's values before and after the step. The
-            quantities are "weights", "momentum", "gradient", and the values that the stages of a Muon variant store. (A
-            stage is an operation that the variant adds to the step.)
+            quantities are "weights", "momentum", "gradient", and the values that stages store.
 
     Attributes:
         before, after: The quantities before and after the step. Weights, momentum and gradient have the shape (rows,
@@ -139,8 +139,8 @@ class _Evidence:
         findings: Faults found so far.
         wrong: Faults whose causes are still unknown.
         momentum: Expected momentum after the step, (rows, cols).
-        given: Input of the variant's stages that precede the orthogonalizer, (rows, cols).
-        fed: The orthogonalizer's input, which is the output of these stages, (rows, cols).
+        given: Input of the stages that run before the orthogonalizer, (rows, cols).
+        fed: The orthogonalizer's input, after these stages, (rows, cols).
         reference: The orthogonalization of the whole matrix in exact arithmetic.
         exact: The result of `reference`, (m, n) fp64, in the basis of the left singular vectors.
         dense: The orthogonalizer's result for the whole matrix, in the arithmetic of the audited step.
@@ -414,9 +414,8 @@ def _judge_norm_before(e: _Evidence) -> None:
     """Compare the norms that a Muon variant has stored with the norm of the weights before the step.
 
     If the variant multiplies half-precision weights by a factor near 1 to restore their norm, rounding can undo the
-    multiplication. So each weight may be wrong by one spacing between neighboring floating-point numbers: half a
-    spacing from rounding this product, and half a spacing from rounding the update. All of these errors may have the
-    same direction.
+    multiplication. So the check allows an error of one spacing of floating-point numbers for each weight: half a
+    spacing from rounding this product, and half a spacing from rounding the update.
     """
     norm = float(e.before["weights"].norm())
     share = torch.finfo(e.arithmetic.weights).eps + _ROUNDINGS * _EPS

@@ -5,8 +5,8 @@ In the same arithmetic, a correct audited step can differ from the dense step on
 rounded differently at another position in a batch (see [Note: equal bits in batches] in orthogonalize/__init__.py).
 Both steps use the same orthogonalizer, so only a comparison with exact arithmetic (`Reference`) can find a fault in the
 orthogonalizer. This module does not use the code that plans a step, fills buckets, exchanges tensors or updates the
-momentum and the weights. Variants such as NorMuon add operations, called stages, to a step. The formulas for the stages
-in this module come from the papers, not from the stages' code.
+momentum and the weights. Variants such as NorMuon add operations, called stages, to a step. This module's formulas for
+the stages come from the papers, not from the code of the stages.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X preserves singular vectors and maps each singular value s
@@ -104,7 +104,7 @@ class Arithmetic:
         """Compute the new momentum, not yet rounded for storage, and the orthogonalizer's input, not yet changed by
         operations that a Muon variant adds to the step.
 
-        Both are bitwise equal to the values in the audited step, because `lerp` works on single elements, so that its
+        Both are bitwise equal to the values in the audited step, because `lerp` is an elementwise operation, so its
         result does not depend on the sharding.
         """
         s, grad = self.settings, grad.to(self.gradient).to(self.momentum)
@@ -271,7 +271,8 @@ def _norm_of(matrix: Tensor) -> Tensor:  # (1,)
 
 
 class Reference:
-    """Exact result of the Newton-Schulz iteration on one whole (unsharded) matrix, computed in fp64.
+    """Result of the Newton-Schulz iteration on one whole (unsharded) matrix. It is computed in fp64 and serves as the
+    result in exact arithmetic.
 
     Args:
         matrix: (rows, cols) matrix of finite elements.

@@ -65,8 +65,7 @@ class Finding:
         found: Description of the fault.
         allowed: Description of what would have been correct.
         remedy: Advice on what to do about the fault.
-        severity: "error", or "warning" if the user may have caused the finding on purpose. Warnings never cause an
-            exception.
+        severity: "error", or "warning" for a finding that may be intended. Warnings never cause an exception.
     """
 
     name: str

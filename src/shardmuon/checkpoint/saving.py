@@ -70,7 +70,8 @@ def _quiet() -> Iterator[None]:
 @_quiet()
 @Refused.made_public()
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
-    """Save weights, optimizer state and options with torch.distributed.checkpoint. Collective over all ranks.
+    """Save the model's weights and the optimizer's state and options with torch.distributed.checkpoint. Collective over
+    all ranks.
 
     Args:
         path: Folder to write to.

@@ -1,14 +1,16 @@
 """Communication between ranks. This module keeps weak references to process groups, creates process groups on subsets
 of ranks, and exchanges tensors in packed all-to-alls. It also provides lanes. A lane is a channel for short messages
-between the CPUs of a set of ranks. It uses gloo, whatever backend exchanges the tensors.
+among the CPUs of a set of ranks. It uses gloo, whatever backend exchanges the tensors.
 
 [Note: recursive doubling]
     A lane all-reduces messages by recursive doubling. For k = 1, 2, 4, .., each rank swaps messages with the rank at
     distance k and merges the two messages. After each of these hops, a rank has the merged messages of its block of 2k
-    ranks. If the number of ranks n is not a power of two, the ranks whose index is at least the largest power of two
-    below n do not take part in the swaps. Each of them sends its message to a partner before the first swap, and
-    receives the result after the last swap. No message is merged twice, so messages may contain sums. If n is a power
-    of two, a rank takes log2(n) hops. Otherwise, it takes at most floor(log2(n)) + 2 hops.
+    ranks. No message is merged twice, so messages can contain sums. If the number of ranks n is a power of two, each
+    rank takes log2(n) hops.
+
+    Otherwise, let p be the largest power of two below n. Only the first p ranks swap messages. Each of the other ranks
+    sends its message to one of the first p ranks before the swaps, and receives the result from it after the swaps.
+    Each rank then takes at most log2(p) + 2 hops.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ Ranks = tuple[int, ...]  # a set of global ranks, in ascending order unless a do
 
 @dataclass
 class _Made:
-    """Process groups and lanes (channels for short messages) that were created while a certain default process group
-    existed. They are dropped together with this default group.
+    """Process groups and lanes (channels for short messages) that belong to one default process group and are dropped
+    together with it.
 
     Attributes:
         token: Random bytes that identify the default group. They differ for each process and each default group.
@@ -79,8 +81,8 @@ def num_ranks() -> int:
 @dataclass(frozen=True)
 class GroupRef:
     """Reference to a process group by its name, or by its ranks alone. The reference does not keep the group alive (see
-    `_Made`). If the job destroys its process groups and creates them again, it refers to the new group with the same
-    name and the same ranks.
+    `_Made`). If the job destroys its process groups and creates them again, the reference resolves to the new group
+    with the same name and the same ranks.
 
     Attributes:
         ranks: Global ranks in group-rank order.
@@ -280,11 +282,11 @@ def _hops_of(me: int, num: int) -> list[tuple[str, int]]:
 
 
 class Lane:
-    """Channel for short messages between a set of ranks, based on a gloo group.
+    """Channel for short messages among a set of ranks, based on a gloo group.
 
     The group connects two ranks only when one of them first sends to the other. Merging the messages of 1,024 ranks
     therefore opens 10 connections per rank instead of 1,023. The group is not registered with torch, so the lane can
-    close it at any time. Ranks that are waiting for a message of this rank then raise an error at once.
+    close it at any time. Ranks that are waiting for a message from this rank then raise an error at once.
 
     Attributes:
         ranks: Global ranks, ascending.
@@ -341,7 +343,7 @@ class Lane:
         timeout applies to the whole all-reduce, not to each hop.
 
         Args:
-            message: This rank's message. Pickled, it must not be larger than `LARGEST` bytes.
+            message: This rank's message, which must fit into `LARGEST` bytes when pickled.
             merged: Function that merges two messages. The function must be associative and commutative.
             what: Name of the operation, for error messages.
 

@@ -10,8 +10,8 @@ ranks raise an error.
     over which a parameter is sharded or replicated. If a rank voted in these sets one after the other, it could learn
     of an error in the second set after the other ranks of the first set had already proceeded. In experiments, this
     happened for 12 of 16 errors on a 4 x 4 mesh, and for 2 of 4 errors on a chain of pairs of ranks. Therefore all
-    ranks that are connected by sets, directly or through other ranks, hold one common vote. They form a component (a
-    connected component of the graph of ranks).
+    ranks that are connected by sets, directly or through other ranks, take part in one common vote. These ranks form a
+    component.
 
     Before the first vote, each rank discovers its component by flooding. At first, a rank has only its own entry, which
     lists the sets to which the rank belongs. In each round, every rank sends all entries that it has to the ranks of
@@ -28,7 +28,7 @@ ranks raise an error.
     Digests must be equal on the ranks of each set. A single sum modulo 2^128 checks this for all sets. Let h(S, d) be a
     hash of the set S, the digest d and the version of the message format. For each set S of n ranks, the first rank
     adds (n - 1) h(S, d) to the sum, and each of the other ranks subtracts h(S, d). If all digests are equal, the sum is
-    0. If the digests of a set differ, the sum contains different hashes with nonzero coefficients between -n and n, and
+    0. If the digests in a set differ, the sum contains different hashes with nonzero coefficients between -n and n, and
     is 0 with a probability of at most n / 2^128.
 
 [Note: who votes]
@@ -69,8 +69,8 @@ MOST_BITS = 8 * (Lane.LARGEST - 256)
 class Fault:
     """Record of this rank's first error since the ranks last exchanged errors.
 
-    A `Fault` is also a context manager. It catches and records any exception of the `with` block, so that this rank
-    still reaches the next collective.
+    A `Fault` is also a context manager. It catches and records any exception that is raised in the `with` block, so
+    that this rank still reaches the next collective.
 
     Attributes:
         text: Error message to send to the other ranks; None if there is no error.
@@ -290,8 +290,8 @@ class _Entry(NamedTuple):
 
 
 def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | None = None) -> dict[int, _T]:
-    """Find all ranks that are connected to this rank by sets of ranks, directly or through other ranks (its component).
-    Collective over the component.
+    """Find all ranks that are connected to this rank by sets of ranks, directly or through other ranks. These ranks
+    form a component. Collective over the component.
 
     Args:
         sets: The sets of ranks that this rank belongs to.

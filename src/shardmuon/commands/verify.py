@@ -28,7 +28,7 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
     """Check one layout: compare steps of Muon on a pool of ranks with references.
 
     The first reference is a dense (unsharded) run of Muon in a single process. The second reference is
-    torch.optim.Muon. It is used only if no variant is given, because it has no variants. In layouts without sharding or
+    torch.optim.Muon, which has no variants and is used only if `variant` is empty. In layouts without sharding or
     replication (such as "single"), each rank has its own matrices.
 
     Returns:

@@ -1,9 +1,10 @@
-"""Count the work of every rank in a plan, without running the ranks. The module counts the bytes that a rank exchanges,
-the ranks with which it exchanges them, and the matrices and FLOPs that it computes.
+"""Count the work of every rank in a plan, without running the ranks: the bytes that a rank exchanges, the ranks with
+which it exchanges them, the matrices that it orthogonalizes, and the FLOPs for these matrices.
 
-A bucket is a group of matrices that are processed together; a tile is the part of a matrix that one rank stores. The
-counts follow the rules of plan/program.py (see [Note: results in two stages] there). However, plan/program.py handles
-one rank at a time, whereas this module handles all ranks of a bucket at once, with arrays of tiles and messages.
+A bucket is a group of matrices that are processed together; a tile is a part of a matrix that is stored on one rank.
+The counts follow the rules of plan/program.py (see [Note: results in two stages] there). However, plan/program.py
+handles one rank at a time, whereas this module handles all ranks of a bucket at once, with arrays of tiles and
+messages.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class _Matrices(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Number of bytes that one rank sends (or receives) in one exchange, and number of ranks that it exchanges them
-    with. Data that stays on the rank is not counted.
+    """Number of bytes that one rank sends (or receives) in one exchange, and number of its peers. Data that stays on
+    the rank is not counted.
 
     Attributes:
         inside: Bytes sent to (or received from) ranks on the same node.
@@ -290,8 +291,8 @@ def _ints(numbers: Iterable[Any]) -> _Ints:
 def _sides(
     messages: tuple[_Ints, _Ints, _Ints], more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
 ) -> tuple[list[_Sent], list[_Sent]]:
-    """Count, for each rank, the bytes that it sends and receives in one exchange, and the ranks that it exchanges them
-    with.
+    """Count the bytes that each rank sends and receives in one exchange, and the ranks to which it sends and from which
+    it receives them.
 
     Args:
         messages: Three arrays with one element per message: the senders, the receivers, and the sizes in bytes.
