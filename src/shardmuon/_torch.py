@@ -141,7 +141,7 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
     """Check quickly whether torch can process several lists of tensors with one kernel. The check can return False
     although one kernel would suffice. For example, it returns False for tensors with dims of size 1, because contiguous
-    tensors of equal shape can have different strides in such dims. After False, the caller compares the tensors index
+    tensors of equal shape can have different strides in such dims. In this case, the caller compares the tensors index
     by index."""
     shapes = list(map(_shape_of, columns[0]))
     return (
@@ -218,9 +218,9 @@ class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
         self.append((about, host, value.device, event))
 
     def arrived(self) -> Iterator[tuple[_T, Tensor]]:
-        """Remove completed copies from the front of the queue, without waiting for unfinished copies. For each of them,
-        yield a pair (object that the caller passed to `send`, copy). Events cannot be queried while a CUDA graph is
-        being captured, so copies from a device that captures a graph stay in the queue."""
+        """Remove completed copies from the front of the queue, without waiting for unfinished copies. For each copy,
+        yield a pair of the object that was passed to `send` and the copy. Events cannot be queried while a CUDA graph
+        is being captured, so copies from a device that captures a graph stay in the queue."""
         while self and not is_capturing(self[0][2]) and self[0][3].query():
             yield self.popleft()[:2]
 

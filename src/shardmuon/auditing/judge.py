@@ -310,8 +310,8 @@ class _Evidence:
         """Make a function that compares a difference with the differences that rounding causes (see [Note: the shake]).
 
         Args:
-            lengths: One tensor of shape (m,) for each perturbed run: the length, along each left singular vector of the
-                reference, of the difference that the perturbation causes.
+            lengths: For each perturbed run, a tensor of shape (m,): the length of the difference from the unperturbed
+                run along each left singular vector of the reference.
             expected: The result without perturbations, in the basis of the left singular vectors.
             least: Smallest rounding error to assume along each left singular vector.
 

@@ -291,8 +291,8 @@ class Lane:
     Attributes:
         ranks: Global ranks, ascending.
         me: Position of this rank in `ranks`.
-        number: Number of lanes that have been created over these ranks, including this lane. It is equal on all of
-            them, and distinguishes the lane's keys in torch's store from those of earlier lanes.
+        number: Sequence number of this lane among the lanes of the same ranks. It is equal on all of these ranks, and
+            makes the lane's keys in torch's store unique.
         LARGEST: Size of the receive buffer in bytes. The size is fixed, because receivers do not know the size of a
             message.
     """

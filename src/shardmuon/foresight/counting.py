@@ -87,9 +87,8 @@ class _Sides(NamedTuple):
 class BucketCount:
     """Work of one rank in one bucket. A bucket is a group of matrices that are processed together.
 
-    Matrices that are not stored on a single rank are processed in up to three exchanges: the gather sends tiles (parts
-    of matrices) to the ranks that orthogonalize the matrices, the scatter sends the results back, and the relay
-    forwards results to other replicas.
+    A bucket has up to three exchanges. The gather sends tiles (parts of matrices) to the ranks that orthogonalize the
+    matrices, the scatter sends the results back, and the relay forwards results to other replicas.
 
     Attributes:
         number: Index of the bucket in the plan; -1 if nothing is exchanged.
@@ -142,8 +141,8 @@ class BucketCount:
             node_of: Function that maps a rank to the index of its node.
 
         Returns:
-            Dict from each rank in the plan to a tuple with the rank's work in each bucket (group of matrices) in which
-            it takes part. Ranks are in ascending order, and buckets are in the plan's order.
+            Dict from each rank in the plan, in ascending order, to a tuple with the rank's work in each of its buckets
+            (groups of matrices), in the plan's order.
         """
         found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
         ways = _ways_in(plan)
