@@ -1,7 +1,8 @@
 """Errors that all ranks of a collective operation raise together, and functions that format their messages.
 
-`Refused` reports a problem that was found before anything changed. Public functions convert it to a plain ValueError.
-`ExchangeError` reports a step that failed in the middle.
+`Refused` reports a problem that was found before anything changed. Public functions convert it to a ValueError. On a
+rank that was interrupted or ran out of memory, they raise the original exception instead. `ExchangeError` reports a
+step that failed in the middle.
 """
 
 from __future__ import annotations
