@@ -46,11 +46,11 @@ def strided_shard() -> Any:
 def cpu_has_bf16_matmul() -> bool:
     """True if this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX).
 
-    On other CPUs, torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. Tests override the detection with the
-    environment variable SHARDMUON_CPU_BF16, which is read once per process.
+    On other CPUs, torch emulates bf16 products, which takes 10 to 80 times as long as fp32 products. Tests override the
+    detection with the environment variable SHARDMUON_CPU_BF16, which is read once per process.
 
     Raises:
-        ValueError: The variable is set to neither "0" nor "1".
+        ValueError: SHARDMUON_CPU_BF16 has a value other than "0" or "1".
     """
     told = os.environ.get("SHARDMUON_CPU_BF16") or str(int(torch.cpu._is_avx512_bf16_supported()))
     if told not in ("0", "1"):
@@ -89,10 +89,11 @@ def precision_flags(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
-    """Make matrix products inside the `with` block independent of torch's global settings: disable TF32, fp32 products
-    that are computed in bf16, sums in half precision, and autocast, which would change the dtype of products.
+    """Make matrix products inside the `with` block independent of torch's global settings. Inside the block, torch uses
+    neither TF32 nor bf16 for fp32 products, does not accumulate in half precision, and does not change dtypes by
+    autocast.
 
-    The block changes global flags and restores them at its end. If `flags` is False, it only disables autocast.
+    The previous settings are restored at the end of the block. If `flags` is False, only autocast is disabled.
     """
     matmul, wanted = _EXACT[device.type] if flags and device.type in _EXACT else (None, {})
     before = {name: getattr(matmul, name) for name in wanted}
@@ -108,13 +109,13 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
 
 
 def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
-    """Apply the elementwise operation `name` to lists of tensors: "lerp" returns new tensors, as `torch.lerp` does, and
-    "lerp_" changes the tensors of the first list in place and returns an empty sequence.
+    """Apply the elementwise operation `name` to lists of tensors. For example, "lerp" returns new tensors, and "lerp_"
+    changes the tensors of the first list in place and returns an empty sequence.
 
-    On accelerators, torch launches one kernel for whole lists if all tensors are dense, each list has a single dtype,
-    and tensors at the same index have equal sizes and strides. Otherwise, torch launches one kernel per tensor
-    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). Lists that do not meet these conditions are therefore split
-    and processed in several calls.
+    On accelerators, torch processes whole lists with one kernel only if all tensors are dense, each list has a single
+    dtype, and tensors at the same index have equal sizes and strides. Otherwise, torch launches one kernel per tensor
+    (torch 2.11 .. 2.13, `can_use_fast_route` in ForeachUtils.h). This function therefore splits lists that do not meet
+    these conditions into lists that do.
     """
     operation = getattr(torch, f"_foreach_{name}")
     if not columns[0]:
@@ -138,10 +139,10 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Quickly check whether torch can process several lists of tensors with one kernel. If the result is False, the
-    caller must check the tensors index by index, which takes much longer but is rarely needed. The result is also False
-    for tensors with dims of size 1, because contiguous tensors of equal shape can have different strides in such
-    dims."""
+    """Check quickly whether torch can process several lists of tensors with one kernel. The check can return False
+    although one kernel would suffice. For example, it returns False for tensors with dims of size 1, because contiguous
+    tensors of equal shape can have different strides in such dims. In this case, the caller compares the tensors index
+    by index."""
     shapes = list(map(_shape_of, columns[0]))
     return (
         all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)
@@ -169,17 +170,17 @@ def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype = t
 
 
 def power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64, overwritten
-    """Round each number down to a power of two by masking its mantissa bits; numbers below the smallest normal number
-    become the smallest normal number. Infinity and NaN become infinity. Dividing elements that contain infinity or NaN
-    by the result therefore leaves a NaN among them."""
+    """Round each number down to a power of two by masking its mantissa bits. Numbers below the smallest normal number
+    become the smallest normal number. Infinity and NaN become infinity, so dividing an infinite or NaN element by the
+    result gives NaN."""
     bits, mask = (torch.int64, 0x7FF << 52) if size.dtype == torch.float64 else (torch.int32, 0xFF << 23)
     size.view(bits).bitwise_and_(mask)
     return size.clamp_(min=torch.finfo(size.dtype).tiny)
 
 
 # `flattened(tensors)` concatenates the elements of tensors with the same device and dtype into a new 1-D tensor.
-# `unflattened(flat, like)` splits a 1-D tensor into consecutive views with the shapes of the tensors in `like`; `flat`
-# may have additional elements at its end.
+# `unflattened(flat, like)` splits the 1-D tensor `flat` into consecutive views with the shapes of the tensors in
+# `like`, and ignores any remaining elements of `flat`.
 flattened: Callable[[Sequence[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
 unflattened: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
 
@@ -217,9 +218,9 @@ class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
         self.append((about, host, value.device, event))
 
     def arrived(self) -> Iterator[tuple[_T, Tensor]]:
-        """Remove completed copies from the front of the queue, without waiting for unfinished copies. Yield pairs of
-        the object that the caller passed to `send` and the copy. While a device captures a CUDA graph, its events
-        cannot be queried, so copies from this device stay in the queue."""
+        """Remove completed copies from the front of the queue, without waiting for unfinished copies. For each copy,
+        yield a pair of the object that was passed to `send` and the copy. Events cannot be queried while a CUDA graph
+        is being captured, so copies from a device that captures a graph stay in the queue."""
         while self and not is_capturing(self[0][2]) and self[0][3].query():
             yield self.popleft()[:2]
 
@@ -243,20 +244,20 @@ def group_named(name: str) -> Any:
 
 
 def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:
-    """Run `new_group(ranks, use_local_synchronization=True)`. Only the ranks in `ranks` call this function, and they
-    may have created different numbers of groups before.
+    """Create a process group with `new_group(ranks, use_local_synchronization=True)`. Collective over `ranks` only.
+    These ranks may have created different numbers of groups before.
 
-    torch derives the name of such a group from the number of groups that the calling rank has made, so ranks with
-    different numbers would choose different names and deadlock (2.11 .. 2.13). This function derives the name from
-    `ranks` and `number` instead, where `number` counts the groups of exactly these ranks.
+    torch derives the name of such a group from the number of groups that the calling rank has created. Ranks with
+    different numbers would choose different names and deadlock (torch 2.11 .. 2.13). This function instead derives the
+    name from `ranks` and `number`, the number of groups that have been created over exactly these ranks.
 
     The group gets the timeout of `parent`, or of the default group if `parent` is None. Without an explicit timeout,
-    torch would use a constant (2.11 .. 2.13).
+    torch would use a constant instead (torch 2.11 .. 2.13).
 
-    While the default group is bound to a device (`init_process_group(device_id=...)`), torch makes every NCCL subgroup
-    by splitting the communicator of the default group, and *all* ranks of the default group must take part in the split
-    (2.11 .. 2.13, `_new_process_group_helper`). Only the members of the new group call this function, so it removes the
-    binding during the call. The group then makes its own connections.
+    If the default group is bound to a device (`init_process_group(device_id=...)`), torch creates every NCCL subgroup
+    by splitting the default group's communicator, and *all* ranks of the default group must take part in the split
+    (torch 2.11 .. 2.13, `_new_process_group_helper`). This function therefore unbinds the default group from the device
+    while it creates the new group, which then opens its own connections.
     """
     c10d: Any = dist.distributed_c10d
     world: Any = c10d._get_default_group()
@@ -273,10 +274,11 @@ def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> An
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Return the timeout of a process group. If its backends have different timeouts, return the longest; if no backend
-    has a timeout (MPI, fake), return None.
+    """Return the timeout of a process group. If its backends have different timeouts, return the longest. If no backend
+    has a timeout (as with MPI), return None.
 
-    torch has no public getter, but the options of the gloo and NCCL backends contain the timeout (2.11 .. 2.13).
+    torch has no public function for this, but the options of the gloo and NCCL backends contain the timeout (torch 2.11
+    .. 2.13).
     """
     found = list[timedelta]()
     for device in group._device_types:

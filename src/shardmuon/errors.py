@@ -1,7 +1,8 @@
 """Errors that all ranks of a collective operation raise together, and functions that format their messages.
 
-`Refused` reports a problem that was found before anything changed; it is converted to a ValueError before users see it.
-`ExchangeError` reports a step that failed in the middle.
+`Refused` reports a problem that was found before anything changed. Public functions convert it to a ValueError. On a
+rank that was interrupted or ran out of memory, they raise the original exception instead. `ExchangeError` reports a
+step that failed in the middle.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import torch
 
 
 class ExchangeError(RuntimeError):
-    """Failure in the middle of a step: another rank died, failed or hung past the process group's timeout, or this rank
-    failed between two exchanges.
+    """Error for a failure in the middle of a step: another rank died, failed, or did not respond within the process
+    group's timeout, or this rank failed between two exchanges.
 
-    The message names the bucket (the set of matrices that were exchanged together, numbered as in
-    `print(optimizer.plan)`), the operation that failed, and the original error, which is also the `__cause__`. After
-    this error, the ranks are out of sync: their process group can no longer be used, and the optimizer refuses further
-    steps until a state dict is loaded into it.
+    The message names the operation that failed, the original error (also available as `__cause__`), and the bucket. A
+    bucket is a set of matrices that are exchanged together, numbered as in `print(optimizer.plan)`. After this error,
+    the ranks are out of sync, and their process group can no longer be used. Further steps raise an error until a state
+    dict is loaded into the optimizer.
 
     Attributes:
-        UNCHANGED, HALF_DONE: Sentences for messages that state which data the failure may have left inconsistent.
-        REMEDY, RELOAD: Sentences for messages that tell the user what to do, in a job of several ranks and in a job of
-            one rank.
+        UNCHANGED, HALF_DONE: Sentences for error messages about the data that the failure may have left inconsistent.
+        REMEDY, RELOAD: Sentences for error messages about how to recover, in a job with several ranks and in a job with
+            one rank, respectively.
     """
 
     UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"

@@ -1,10 +1,10 @@
-"""Audit optimizer steps: compare a step with a dense (unsharded) reference step, and name any fault.
+"""Audit optimizer steps: compare a step with a dense (unsharded) reference step, and report the causes of differences.
 
-`audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. The module `live` runs an
-audit: it determines anew which part of each parameter each rank stores, and assembles whole matrices from their shards.
-The module `reference` computes the step of each whole matrix, once in the arithmetic of the audited step and once in
-exact arithmetic. The module `judge` compares the results, decides which differences rounding can explain, and finds the
-causes of all other differences.
+The function `audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. The module
+`live` runs an audit: it determines from scratch which rank stores which part of each parameter, and assembles whole
+matrices from their shards. The module `reference` computes the step of each whole matrix, once in the arithmetic of the
+audited step and once in exact arithmetic. The module `judge` compares the results, decides which differences can be due
+to rounding, and finds the causes of all other differences.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ __all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 
 
 def audit(optimizer: Any, samples: int = 8) -> PendingAudit:
-    """Request an audit that compares the optimizer's next step with a dense (unsharded) reference. All ranks that share
-    parameters, directly or through other ranks, must call `audit`.
+    """Request an audit that compares the optimizer's next step with a dense (unsharded) reference. All ranks that are
+    connected, directly or through other ranks, by sharded or replicated parameters must call `audit`.
 
     Args:
         optimizer: The `shardmuon.Muon` whose next `step()` is audited. The audit reports faults but does not raise
             errors for them.
-        samples: Number of matrices to compare in each set of ranks that shares parameters. Successive audits sample
-            different matrices.
+        samples: Number of matrices to compare for each set of ranks over which parameters are sharded or replicated.
+            Successive audits sample different matrices.
 
     Returns:
-        The pending audit. Its `report` is available after the step and is identical on all ranks that share parameters.
+        The pending audit. Its `report` is available after the step and is identical on all connected ranks.
 
     Raises:
-        ValueError: `samples` is not a positive int, or the optimizer is stepped by DeepSpeed.
+        ValueError: `samples` is not a positive int, or DeepSpeed calls the optimizer's `step`.
 
     Examples:
         >>> import torch

@@ -1,48 +1,49 @@
-"""Judge the optimizer step of one matrix: the update of its weights, its momentum, and the values that a variant's
-stages store. A stage is an additional operation on a matrix that a Muon variant (such as NorMuon) adds to the step.
+"""Check the optimizer step of one matrix: its new weights, its new momentum, and the values that stages store. A stage
+is an operation that a Muon variant (such as NorMuon) adds to the step.
 
 [Note: two comparisons]
-    The first comparison is between the applied update and the dense result, which is computed with the same arithmetic
-    on the whole matrix. The two can differ only in the order of summation, so they are nearly always bitwise equal.
-    This comparison finds faults in the inputs, the communication, the scale and the update of the weights. The second
-    comparison is between the dense result and exact arithmetic. It finds a faulty orthogonalizer. For each matrix, the
-    audit measures how much rounding can change either result (see [Note: the shake]).
+    First, the applied update is compared with the dense update, which is computed on the whole matrix with the same
+    arithmetic. In a correct step, the two can differ only in the order of summation, so they are nearly always bitwise
+    equal. This comparison finds faults in the inputs, the communication, the scale and the update of the weights.
+    Second, the orthogonalizer's result for the whole matrix is compared with the result in exact arithmetic. This
+    comparison finds a faulty orthogonalizer. For both comparisons, the audit measures how large a difference rounding
+    can cause (see [Note: the shake]).
 
 [Note: the shake]
-    The computation is repeated on several slightly perturbed ("shaken") versions of the input. The spread of the
-    results shows how large a difference rounding can explain for the matrix, so the audit needs no error analysis for
-    each dtype, method, coefficient schedule and spectrum. A spacing is the distance between neighboring floating-point
-    numbers.
+    To measure how large a difference rounding can cause, the audit repeats the computation on several slightly
+    perturbed ("shaken") copies of the matrix and compares the results. So it needs no error analysis for each dtype,
+    method, coefficient schedule and spectrum. In this note, a spacing is the distance between neighboring
+    floating-point numbers.
 
-    For the comparison with the audited step, each run permutes rows and columns, which reorders the sums; moves a few
-    elements by one spacing; and scales all elements by a common factor, which moves each of them by at most `_TOGETHER`
-    fp32 spacings. The scaling is needed in two cases. First, a stage in the audited step can divide by norms once where
-    the formula in the dense step divides twice. Second, if all elements are equal (such as a matrix of ones), all of
-    them are rounded in the same way, so a permutation changes no sum, whereas the audited step can split its batched
-    sums differently and get different results. Each run also applies its result to the weights as the step does, so the
-    spread includes rounding in a variant's stages and in low-precision weights.
+    For the comparison with the audited step, each run permutes rows and columns, which changes the order of summation.
+    It also moves a few elements by one spacing, and multiplies all elements by a common factor that moves each of them
+    by at most `_TOGETHER` fp32 spacings. The factor is needed in two cases. First, a stage in the audited step can
+    divide by norms once where the formula in the dense step divides twice. Second, if all elements are equal (as in a
+    matrix of ones), a permutation changes no sum, but the audited step can split its batched sums differently and get a
+    different result. Each run also applies its result to the weights as the step does. The differences between runs
+    therefore include rounding in the stages and in low-precision weights.
 
     For the comparison with exact arithmetic, each run moves every element by up to one spacing, so that every product
-    is rounded differently. Each run also surrounds the matrix with a border of zeros that has nonzero elements in two
-    corners. The border increases the norm by a relative amount of up to `_LONGER`, so that elements are rounded
-    differently even if all are equal (such as a matrix of ones). The effect of the larger norm is computed in exact
-    arithmetic and subtracted, and only the remaining error counts. The border has the same width on all sides. If a
-    faulty orthogonalizer mirrors its result, the part of its result inside the border is therefore exactly mirrored,
-    not shifted.
+    is rounded differently. Each run also adds a row or column of zeros on every side of the matrix, and sets two
+    opposite corners of this border to a nonzero number. This number increases the norm by a relative amount of up to
+    `_LONGER`, so that elements are rounded differently even if all of them are equal. The effect of the larger norm is
+    computed in exact arithmetic and subtracted. The zeros are added on every side, not only on one, so that the result
+    of an orthogonalizer that mirrors the matrix by mistake is mirrored but not shifted.
 
-    The Newton-Schulz steps amplify rounding errors if a singular value is nearly zero: results can differ completely in
-    the direction of the corresponding singular vector and hardly at all in other directions. So a difference is
-    measured along each left singular vector of the reference. In each direction, the length of the difference is
-    divided by the root mean square of the lengths of the differences that perturbations cause. Only the largest of
-    these ratios counts. To make it relative, it is divided by the largest ratio that the same calculation gives for the
-    result itself. In each direction, the rounding error is assumed to be at least one spacing of the result.
+    The Newton-Schulz iteration amplifies rounding errors along singular vectors whose singular values are nearly zero.
+    Along such vectors, results can differ completely, and along other vectors hardly at all. So a difference is
+    measured separately along each left singular vector of the reference. Along each vector, the rounding error is
+    estimated as the root mean square of the differences that perturbations cause, but at least as one spacing of the
+    result. The length of the measured difference is divided by this error, and only the largest of these ratios counts.
+    To make it a relative difference, it is divided by the largest such ratio of the result itself.
 
 [Note: naming a fault]
-    The audit simulates known faults. A guess consists of the name of a fault, a description, and the (rows, cols) fp64
-    weights that a step with this fault would produce. A guess explains the wrong update if the part of the update that
-    it leaves unexplained is small compared both with the update and with the update's difference from the dense
-    reference. These sizes are measured by direction, as in [Note: the shake]. The fault gets the name of the first
-    guess that leaves almost nothing unexplained, or else of the guess that leaves the least unexplained.
+    The audit simulates known faults. A simulated fault, called a guess, consists of the fault's name, a description,
+    and the (rows, cols) fp64 weights after a step with this fault. The guess is compared with the wrong update. It is
+    accepted if the difference between its update and the wrong update is small, compared both with the wrong update and
+    with the wrong update's difference from the dense reference. All sizes are measured along singular vectors, as in
+    [Note: the shake]. The fault gets the name of the first guess that matches almost exactly. If there is none, it gets
+    the name of the accepted guess that matches best.
 """
 
 from __future__ import annotations
@@ -100,16 +101,17 @@ _Guess = tuple[str, str, Tensor]
 
 
 class _StepWith(NamedTuple):
-    """Step of one matrix, computed from a given result of the orthogonalizer.
+    """Step of one matrix, computed from a given result of the orthogonalizer. A Muon variant can add operations, called
+    stages, to the step.
 
     Attributes:
-        staged: (rows, cols) fp64 update, after all stages that change updates. A stage is an operation that a Muon
-            variant adds to the step.
+        staged: (rows, cols) fp64 update after the stages that change the update.
         updated: (rows, cols) weights after the update and before the stages that change weights, in the weights' dtype.
         after: (rows, cols) fp64 weights after the stages that change weights.
-        factor: Factor by which the stages after the orthogonalizer scale the update.
-        on_weights: Factor by which the stages that change weights scale the weights.
-        numbers: Values that the stages store after the step, and the norm of the weights if a stage controls this norm.
+        factor: Factor by which the stages that change the update scale it.
+        on_weights: Factor by which the stages that change weights scale them.
+        numbers: Values that the stages store. If a stage controls the norm of the weights, also this norm after the
+            step.
     """
 
     staged: Tensor
@@ -121,30 +123,31 @@ class _StepWith(NamedTuple):
 
 
 class _Evidence:
-    """One whole matrix before and after the audited step, the arithmetic of that step, and the dense reference step.
+    """One whole matrix before and after the audited step, the arithmetic of that step, and the dense reference step. A
+    Muon variant can add operations, called stages, to a step.
 
     Args:
         row: The matrix's row in the report; `judge` fills in the results.
         arithmetic: The arithmetic of the matrix's step.
         blocks: Rectangular parts of the matrix, each stored on one rank.
-        whole: Dict from quantity to (2, n) fp64 values, which are the values before and after the step. Quantities are
-            "weights", "momentum", "gradient", and the key of each stage of a variant that stores values.
+        whole: Dict from quantity to a (2, n) fp64 tensor with the quantity's values before and after the step. The
+            quantities are "weights", "momentum", "gradient", and the values that stages store.
 
     Attributes:
-        before, after: The quantities before and after the step. Matrices have the shape (rows, cols), and values that
-            stages store have the shape (n,).
+        before, after: The quantities before and after the step. Weights, momentum and gradient have the shape (rows,
+            cols), and values that stages store have the shape (n,).
         findings: Faults found so far.
-        wrong: Faults whose causes are still unknown. Each has a name that it keeps if no known cause is found.
+        wrong: Faults whose causes are still unknown.
         momentum: Expected momentum after the step, (rows, cols).
-        given: The orthogonalizer's input before any of the variant's stages have run, (rows, cols).
-        fed: The orthogonalizer's input after the stages that precede the orthogonalizer, (rows, cols).
-        reference: The reference in exact arithmetic.
-        exact: The reference's result, (m, n) fp64, in the basis of the reference's left singular vectors.
+        given: Input of the stages that run before the orthogonalizer, (rows, cols).
+        fed: The orthogonalizer's input, after these stages, (rows, cols).
+        reference: The orthogonalization of the whole matrix in exact arithmetic.
+        exact: The result of `reference`, (m, n) fp64, in the basis of the left singular vectors.
         dense: The orthogonalizer's result for the whole matrix, in the arithmetic of the audited step.
-        step: The step that is computed from `dense`.
-        update: The orthogonalizer's result, recovered from the actual weights before and after the audited step.
-        arrived: The orthogonalizer's result, recovered from the weights in `step` in the same way as `update` from the
-            actual weights. It equals `dense` up to the precision of the weights.
+        step: The dense reference step, computed from `dense`.
+        update: The orthogonalizer's result, recovered from the weights before and after the audited step.
+        arrived: The orthogonalizer's result, recovered from the weights before and after the dense reference step. It
+            equals `dense` up to the precision of the weights.
     """
 
     def __init__(self, row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: dict[str, Tensor]) -> None:
@@ -195,13 +198,13 @@ class _Evidence:
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
-        """Update the weights with a given result of the orthogonalizer. The update includes weight decay, rounding, and
-        the stages (operations) that a Muon variant adds.
+        """Compute the step from a given result of the orthogonalizer, including weight decay, rounding, and the stages
+        (operations) that a Muon variant runs after the orthogonalizer.
 
         Args:
             result: The orthogonalizer's result, (rows, cols) fp64.
-            factor: Factor to use instead of the one that the stages after the orthogonalizer would compute. Default:
-                compute it.
+            factor: Factor by which the variant scales the orthogonalizer's result. By default, it is computed from the
+                variant's formulas.
         """
         a, kept = self.arithmetic, self.before
         if factor is None:
@@ -239,9 +242,9 @@ class _Evidence:
         """Run the dense step with permuted rows and columns and with perturbed elements (see [Note: the shake]).
 
         Returns:
-            A tuple (lengths, numbers). `lengths`, of shape (m,), is the difference between this run's update and the
-            dense update, measured along each left singular vector of the reference. `numbers` is a dict with the values
-            that the variant's stages store after the step.
+            A tuple (lengths, numbers). `lengths`, of shape (m,), contains the length of the difference between this
+            run's update and the dense update along each left singular vector of the reference. `numbers` is a dict with
+            the values that the Muon variant stores after the step.
         """
         x = self.fed.to(torch.float64, copy=True)
         few = torch.randint(x.numel(), (_FEW,), generator=generator)
@@ -254,12 +257,12 @@ class _Evidence:
         return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
 
     def enlarged(self, generator: Generator) -> Tensor:
-        """Run the orthogonalizer on the matrix with a larger norm and with each element moved by up to one spacing (see
-        [Note: the shake]).
+        """Run the orthogonalizer on a copy of the matrix whose norm has been increased and whose elements have been
+        moved by up to one spacing (see [Note: the shake]).
 
         Returns:
-            A tensor of shape (m,): how much this run's error differs from the dense result's error, measured along each
-            left singular vector of the reference. Both errors are deviations from exact arithmetic.
+            A tensor of shape (m,): the length of the difference between this run's error and the error on the original
+            matrix, along each left singular vector of the reference. Errors are deviations from exact arithmetic.
         """
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
@@ -281,13 +284,14 @@ class _Evidence:
         return self.reference.seen(matrix.to(self._wide))
 
     def spread(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much updates vary over `count` reordered runs. Return a function that measures a difference
-        relative to this variation, and the largest value of this function that rounding can explain.
+        """Measure how much the update varies over `count` perturbed runs of the dense step (see [Note: the shake]).
+        Return a function that measures a difference relative to this variation, and the largest value of this function
+        that rounding can explain.
 
-        In every direction, the rounding error is assumed to be at least one spacing of the largest weight. If stages of
-        the variant store values in fp32, the rounding error is also assumed to be at least one fp32 eps of the result:
-        up to four roundings can change a stored value by two eps, and the square root of the stored value scales a row
-        or column of the result.
+        Along every singular vector, the rounding error is assumed to be at least one spacing of the largest weight. If
+        the Muon variant stores fp32 values, the rounding error is also assumed to be at least one fp32 eps of the
+        result. Up to four roundings can change a stored value by two eps. The square root of a stored value scales a
+        row or column of the result, and can therefore change by one eps.
         """
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
@@ -306,14 +310,14 @@ class _Evidence:
         """Make a function that compares a difference with the differences that rounding causes (see [Note: the shake]).
 
         Args:
-            lengths: One tensor of shape (m,) for each perturbed run: the length of the run's difference along each left
-                singular vector of the reference.
+            lengths: For each perturbed run, a tensor of shape (m,): the length of the difference from the unperturbed
+                run along each left singular vector of the reference.
             expected: The result without perturbations, in the basis of the left singular vectors.
-            least: Smallest rounding error to assume along any of the left singular vectors.
+            least: Smallest rounding error to assume along each left singular vector.
 
         Returns:
-            A function that measures a difference relative to the differences that rounding causes, and the largest
-            value of this function that rounding can explain.
+            A tuple (measure, allowed). `measure` is a function that returns the size of a difference relative to the
+            differences that rounding causes. `allowed` is the largest value of `measure` that rounding can explain.
         """
         own, shaken = _lengths(expected), torch.stack(list(lengths))
         floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
@@ -325,17 +329,17 @@ class _Evidence:
     # ------------------------------------------------------------------------------------------- naming a fault
 
     def find_cause(self, others: Sequence[_Evidence]) -> None:
-        """Find out why the update or the norm of the weights differs from that of the dense reference step, and record
-        the fault (see [Note: naming a fault]).
+        """Find out why the update, or the norm of the weights, differs from the dense reference step. Record the fault
+        (see [Note: naming a fault]).
 
         Args:
-            others: Matrices of the same shape that have been judged, and whose results this matrix may have received by
+            others: Audited matrices of the same shape. This matrix may have received the result of one of them by
                 mistake.
         """
         measure, allowed = self.spread(_ALL)
-        # The unexplained part is compared with `whole`: the size of the difference or of the update, whichever is
-        # smaller. If an update is far too short, its difference from the dense update is much larger than the update
-        # itself. Compared with this difference, any simulated fault with a short update would seem to explain it.
+        # `whole` is the size of the wrong update or of its difference from the dense update, whichever is smaller. If
+        # the wrong update is far too short, this difference is much larger than the update itself. With the difference
+        # as the scale, every simulated fault with a short update would seem to match the wrong update.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
         # Accept a guess (a simulated fault) only if it leaves less than `least` of the wrong update unexplained.
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
@@ -395,9 +399,9 @@ def _judge_momentum(e: _Evidence) -> None:
     stored = e.arithmetic.stored
     # Storing the momentum rounds each element once, with a relative error of at most one eps. 8-bit codes ([Note: 8-bit
     # codes] in momentum/stores.py) have a spacing of 2 sqrt(|x| s) / 127 at the value x in a block with scale s. For a
-    # block of 128 elements, one of which is large, the norm of the spacings is at most 2 / 127 * sqrt(6.2) times the
-    # block's norm. In addition, the gradient and the two terms of the momentum's update are rounded to the momentum's
-    # dtype.
+    # block of 128 elements, the norm of the spacings is at most 2 / 127 * sqrt(6.2) times the block's norm. The worst
+    # case is a block with a single large element. In addition, the gradient and the two terms of the momentum's update
+    # are rounded to the momentum's dtype.
     rounded = _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps
     terms = max(float(value.norm()) for value in (before, e.before["gradient"], expected))
     allowed = 2 * rounded * terms + 1e-12 * float(expected.norm())
@@ -407,10 +411,10 @@ def _judge_momentum(e: _Evidence) -> None:
 
 
 def _judge_norm_before(e: _Evidence) -> None:
-    """Compare stored norms with the norms of the weights before the step.
+    """Compare the norms that a Muon variant has stored with the norm of the weights before the step.
 
-    When half-precision weights are multiplied by a factor near 1, rounding can undo the multiplication. So the allowed
-    difference corresponds to an error of one spacing in each element, with all errors in the same direction: half a
+    If the variant multiplies half-precision weights by a factor near 1 to restore their norm, rounding can undo the
+    multiplication. So the check allows an error of one spacing of floating-point numbers for each weight: half a
     spacing from rounding this product, and half a spacing from rounding the update.
     """
     norm = float(e.before["weights"].norm())
@@ -564,9 +568,9 @@ def _parts(e: _Evidence) -> dict[str, list[_Block]]:
 
 
 def _of_stages(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses (simulated faults) about a Muon variant's stages (added operations) that preserve the norm of the
-    weights. In some guesses, a stage did not run. In others, it used the norm of a shard or half of the matrix instead
-    of the norm of the whole matrix, and may also have stored the wrong norm."""
+    """Yield simulated faults in the operations with which a Muon variant preserves the norm of the weights. Either an
+    operation did not run, or it used the norm of a part of the matrix (a shard, or half of the rows or columns) instead
+    of the norm of the whole matrix. In the second case, the norm of the part may also have been stored."""
     a, keys = e.arithmetic, {stage.key for stage in e.arithmetic.weight_stages}
     parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
     for what, blocks in parts:

@@ -1,23 +1,28 @@
-"""Audit of one optimizer step: read the state before the step, gather the state after the step, and make the same
-report on all ranks.
+"""Audit one optimizer step: read the state before the step, gather the state after the step, and make the same report
+on all ranks.
 
 [Note: order of collectives]
-    Ranks that share parameters, directly or through other ranks, form a connected component. The layout table lists,
-    for each parameter that Muon updates, which part is stored on which rank. Before the step, all ranks of a component
-    rebuild this table with the code that made the table for the plan. Then the sets of ranks that share parameters run
-    one gather each, from the smallest set to the largest, to agree on the matrices that all ranks of a set could read.
-    After the step, each sampled matrix is assembled in one exchange between the ranks that store its parts. Then the
-    ranks of each set gather fingerprints of their replicas. Finally, all ranks of the component share their findings.
+    Ranks are connected if a parameter is sharded or replicated over them. All ranks that are connected, directly or
+    through other ranks, form a component.
+
+    Before the step, all ranks of a component rebuild the layout table, which lists the ranks that store each part of
+    each Muon parameter. The code that does this also made the table for the plan. Then each set of ranks that store
+    parts of the same parameters runs one gather, small sets first. In this gather, the ranks agree on the matrices that
+    all of them could read. After the step, each sampled matrix is assembled in one exchange between the ranks that
+    store its parts. Then the ranks of each set gather hashes of their replicas. Finally, all ranks of the component
+    share their findings.
 
     An exception that can occur on a single rank is caught and reported as a finding, so that the rank still takes part
     in every collective.
 
 [Note: whole matrices]
-    A whole matrix is assembled from the shards of all ranks that store a part of the matrix. Assembly uses neither the
-    plan nor the code that executes the plan; the layout comes from the newly built table. A matrix consists of the
-    elements of the logical tensor at certain indices in each dim, and each index adds a fixed amount to an element's
-    row-major position in the matrix. So the positions of the elements that a rank stores can be computed one dim at a
-    time.
+    A whole matrix is assembled from the shards on all ranks that store a part of it. The assembly uses the rebuilt
+    layout table, but neither the plan nor the code that executes the plan, so that it also reveals faults in both of
+    them.
+
+    A matrix consists of the elements of the global tensor at certain indices in each dim. The row-major position of an
+    element in the matrix is a sum with one term per dim, and each term depends only on the index in its dim. So the
+    positions of the elements that a rank stores are computed one dim at a time.
 """
 
 from __future__ import annotations
@@ -69,8 +74,8 @@ class _Sample:
     Attributes:
         row: The matrix's row in the report, without the results of the comparison.
         arithmetic: The arithmetic of the matrix's step.
-        before: Dict from each quantity (such as "weights") to the quantity's layout and the elements that this rank
-            sends to `target`.
+        before: Dict from quantity (such as "weights") to a tuple with the quantity's layout and the elements that this
+            rank sends to `target`.
         target: The rank that judges the matrix.
     """
 
@@ -82,11 +87,12 @@ class _Sample:
 
 class StepAudit:
     """Audit of one optimizer step. Construct the audit before the step, and call `finish` after the step. Both calls
-    are collective over all ranks that share parameters, directly or through other ranks.
+    are collective over all ranks that are connected, directly or through other ranks, by sharded or replicated
+    parameters.
 
     Attributes:
-        samples: Number of matrices to compare in each set of ranks that shares parameters. A value of 0 means that this
-            rank requests no audit but takes part in the audits of other ranks.
+        samples: Number of matrices to compare for each set of ranks over which parameters are sharded or replicated. 0
+            means that this rank has requested no audit but takes part in the audits of other ranks.
     """
 
     def __init__(
@@ -149,9 +155,10 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the layouts
 
     def _described(self) -> Table | None:
-        """Rebuild the layout table, which lists, for each parameter that Muon updates, which part is stored on which
-        rank. Compare it with the table that was used to make the plan. Return None if the ranks do not agree on a
-        table. Collective over all ranks that share parameters, directly or through other ranks."""
+        """Rebuild the layout table, which lists the ranks that store each part of each Muon parameter, and report
+        differences from the table in the plan. If the ranks cannot agree on a table, report this and return None.
+        Collective over all ranks that are connected, directly or through other ranks, by sharded or replicated
+        parameters."""
         component, fault, listed = self._binding.component, Fault(), list[Listed]()
         with fault:
             listed = self._listed()
@@ -377,8 +384,9 @@ class _Part(NamedTuple):
     """The elements of one matrix that one rank stores.
 
     Attributes:
-        sources: For each locally stored piece that overlaps the matrix, one index tensor per dim of the rank's local
-            tensor. The outer product of the index tensors selects the matrix's elements in that piece.
+        sources: One list for each piece of the rank's local tensor that overlaps the matrix. The list contains one 1-D
+            index tensor for each dim of the local tensor. All combinations of these indices select the matrix's
+            elements in the piece.
         places: (n,) int64 row-major positions of the elements in the matrix.
     """
 
@@ -454,13 +462,13 @@ def _collect(
     parts: Mapping[str, tuple[ParamLayout, Tensor]],
     target: int,
 ) -> tuple[dict[str, Tensor], list[_Block]]:
-    """Gather all quantities of a whole matrix on rank `target`. Collective over the parameter's ranks.
+    """Gather all quantities of a whole matrix on rank `target`. Collective over the ranks that store the parameter.
 
     Returns:
-        A tuple (quantities, blocks). `quantities` is a dict from quantity to its values before and after the step, with
-        shape (2, elements); values that a rank could not read are NaN. `blocks` lists the shards of the matrix that are
-        rectangles; other shards, such as parts of convolution kernels, are omitted. Both are empty on all ranks except
-        `target`.
+        A tuple (quantities, blocks). `quantities` is a dict from quantity to a tensor of shape (2, elements) with the
+        values before and after the step. Values that a rank could not read are NaN. `blocks` lists the shards that are
+        rectangular parts of the matrix, and omits other shards, such as parts of convolution kernels. Both are empty on
+        all ranks except `target`.
     """
     view, ranks, is_target = parts["weights"][0].view, parts["weights"][0].ranks, my_rank() == target
     places = [[_sent_by(layout, number, rank).places for layout, _ in parts.values()] for rank in ranks if is_target]

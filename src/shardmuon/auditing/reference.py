@@ -1,19 +1,20 @@
-"""Compute the step of one whole (unsharded) matrix: once in the arithmetic of the audited step, and once in exact
+"""Compute the step of one whole (unsharded) matrix, once in the arithmetic of the audited step and once in exact
 arithmetic.
 
-In the same arithmetic, the dense step can differ from the audited step only by rounding, because a product can be
-rounded differently at different positions in a batch (see [Note: equal bits in batches] in orthogonalize/__init__.py).
-Both steps use the same orthogonalizers, so only a comparison with exact arithmetic (`Reference`) can find a broken
+In the same arithmetic, a correct audited step can differ from the dense step only by rounding, because a product can be
+rounded differently at another position in a batch (see [Note: equal bits in batches] in orthogonalize/__init__.py).
+Both steps use the same orthogonalizer, so only a comparison with exact arithmetic (`Reference`) can find a fault in the
 orthogonalizer. This module does not use the code that plans a step, fills buckets, exchanges tensors or updates the
-momentum and the weights. Its formulas for the stages (operations) that variants such as NorMuon add to a step come from
-the papers, not from the stages' code.
+momentum and the weights. Variants such as NorMuon add operations, called stages, to a step. This module's formulas for
+the stages come from the papers, not from the code of the stages.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X preserves singular vectors and maps each singular value s
-    to a s + b s^3 + c s^5. So all steps together apply one odd function p to the singular values of X / ||X||_F, and
-    p(X) = V r(L) V^T X with X X^T = V L V^T and r = p(s) / s. The ratio r is computed as a product, without a division.
-    So the solution of one symmetric eigenproblem, whose size is the length of the matrix's short side, gives the update
-    and the range of the update's singular values.
+    to a s + b s^3 + c s^5. All steps together therefore apply one odd polynomial p to the singular values of the
+    normalized matrix X. Let X X^T = V S^2 V^T be an eigendecomposition, where S is the diagonal matrix of the singular
+    values of X, and let r(s) = p(s) / s. Then the result is V r(S) V^T X. The ratio r is computed as a product with one
+    factor per step, without a division. One eigendecomposition of X X^T (or of X^T X, if that is smaller) thus gives
+    the update and the range of its singular values.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ _Kept = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The arithmetic of one matrix's step: the options, orthogonalizer, device and dtypes that determine the step's
-    result, and methods that compute parts of the step.
+    """Arithmetic of one matrix's step: the options, dtypes and device that determine the step's result. The methods
+    compute parts of the step.
 
     Attributes:
         settings: Options of the matrix's parameter group.
         choice: Orthogonalization method and its options.
         products: Dtype to which matrix products are rounded.
-        wire: Dtype to which the orthogonalizer's input and result are rounded when ranks send them to each other.
+        wire: Dtype in which ranks send the orthogonalizer's input and result to each other.
         weights, gradient: Dtypes of the parameter and of its gradient.
         momentum: Dtype in which the momentum is computed.
         stored: Dtype of the stored momentum; int8 if momentum is stored as 8-bit codes.
-        device: Device on which the matrix is orthogonalized; None if this is the device that stores the matrix.
-        rounding: Stream of random bits for stochastic rounding of half-precision weights, and the index of the matrix
-            in its parameter. None if weights are rounded to nearest.
+        device: Device that orthogonalizes the matrix; None for the device that stores the matrix.
+        rounding: If half-precision weights are rounded stochastically, a tuple with the stream of random bits and the
+            index of the matrix in its parameter. If weights are rounded to nearest, None.
     """
 
     settings: Settings
@@ -100,11 +101,11 @@ class Arithmetic:
         buffer: Tensor,  # (rows, cols) momentum before the step, in a dtype at least as wide as in the audited step
         grad: Tensor,  # (rows, cols) gradient, in a dtype at least as wide as in the audited step
     ) -> tuple[Tensor, Tensor]:  # two (rows, cols) tensors, in the dtypes `momentum` and `wire`
-        """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before any
-        of the Muon variant's stages (added operations) have run.
+        """Compute the new momentum, not yet rounded for storage, and the orthogonalizer's input, not yet changed by
+        operations that a Muon variant adds to the step.
 
-        Both are bitwise equal to the values in the audited step, because the result of `lerp` does not depend on how a
-        tensor is sharded.
+        Both are bitwise equal to the values in the audited step, because `lerp` is an elementwise operation, so its
+        result does not depend on the sharding.
         """
         s, grad = self.settings, grad.to(self.gradient).to(self.momentum)
         after = torch.lerp(buffer.to(self.momentum), grad, 1 - s.momentum)
@@ -152,13 +153,13 @@ class Arithmetic:
         kept: _Kept,
         without: Stage | None = None,  # stage of the Muon variant to skip; None to run all stages
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Apply the formulas of the Muon variant's stages (added operations) that run before the orthogonalizer, after
-        it, or on the weights, as `place` selects.
+        """Apply the formulas of some of the stages, the operations that a Muon variant adds to the step. `place`
+        selects the stages that run before the orthogonalizer, after it, or on the weights.
 
         Returns:
-            A tuple (factor, matrix, kept): the combined factor of the stages in fp64; the resulting (rows, cols)
-            matrix, which is rounded after each stage as in the audited step; and a copy of `kept` with the values that
-            the stages store.
+            A tuple (factor, matrix, kept). `factor` is the product of the stages' factors, in fp64. `matrix` is the
+            resulting (rows, cols) matrix, rounded after each stage as in the audited step. `kept` is a copy of the
+            argument, with the new values that the stages store.
         """
         factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
         wide = torch.promote_types(matrix.dtype, torch.float32)
@@ -224,10 +225,9 @@ class Arithmetic:
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
-# Formulas of stages, the operations that Muon variants add to a step. Each formula is a function of the stage, a
-# matrix, and the values that the stage stores for the matrix. The function returns two fp64 tensors: the factor by
-# which the stage multiplies the matrix (broadcastable to the matrix's shape), and the values that the stage stores
-# after the step.
+# Formulas of stages, the operations that Muon variants add to a step. Each formula is a function that takes a stage, a
+# matrix, and the values that the stage has stored for the matrix. It returns two fp64 tensors: the factor by which the
+# stage multiplies the matrix, broadcastable to the matrix's shape, and the new values that the stage stores.
 
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,16 +271,17 @@ def _norm_of(matrix: Tensor) -> Tensor:  # (1,)
 
 
 class Reference:
-    """Result of all Newton-Schulz steps on one whole (unsharded) matrix, in exact arithmetic.
+    """Result of the Newton-Schulz iteration on one whole (unsharded) matrix. It is computed in fp64 and serves as the
+    result in exact arithmetic.
 
     Args:
         matrix: (rows, cols) matrix of finite elements.
         coefficients: Coefficients (a, b, c) of each Newton-Schulz step.
-        method: Orthogonalization method. Only the method "torch" makes a difference, because it divides the matrix by
-            TORCH_EPS if the norm is smaller than TORCH_EPS.
+        method: Orthogonalization method. It matters only for a matrix whose norm is smaller than TORCH_EPS: the method
+            "torch" divides such a matrix by TORCH_EPS instead of its norm.
 
     Attributes:
-        tall: True if the matrix has more rows than columns. If so, all other attributes describe its transpose.
+        tall: True if the matrix has more rows than columns. In this case, the other attributes describe its transpose.
         vectors: (m, m) left singular vectors, one per column.
         sigmas: (m,) singular values of the normalized matrix, ascending.
         coords: (m, n) normalized matrix in the basis of the left singular vectors.

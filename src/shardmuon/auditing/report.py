@@ -60,13 +60,12 @@ class Finding:
 
     Attributes:
         name: Name of the fault, which is a key of `_REMEDIES`.
-        where: Name of the parameter, with the matrix's index if the parameter has several matrices, or the ranks on
-            which the fault was found.
+        where: Name of the parameter that has the fault (with the index of the matrix if the parameter has several
+            matrices), or the ranks that have the fault.
         found: Description of the fault.
         allowed: Description of what would have been correct.
         remedy: Advice on what to do about the fault.
-        severity: "error", or "warning" for a finding that the user may have intended. Warnings never cause an
-            exception.
+        severity: "error", or "warning" for a finding that may be intended. Warnings never cause an exception.
     """
 
     name: str
@@ -93,19 +92,19 @@ class MatrixRow:
 
     Attributes:
         name: Name of the parameter, with the matrix's index if the parameter has several matrices.
-        order: Index of the parameter among the parameters that Muon updates, and index of the matrix in the parameter.
+        order: Index of the parameter among Muon's parameters, and index of the matrix in the parameter.
         rows, cols: Shape of the matrix.
         owners: Ranks that orthogonalize the matrix according to the plan.
         arithmetic: Orthogonalization method and dtype of its matrix products.
-        status: "ok", "fault", "no gradient", "zero" (the orthogonalizer's input is zero), "lr is 0", "not checked:
-            STAGE" if the audit has no formula for a stage of the variant, or "inconclusive" if rounding alone could
-            explain a difference of half of the update.
-        compared: True if the step had an update to compare; otherwise `difference` and `allowed` are 0.
-        difference: Difference between the applied update and the update of the dense reference, relative to the update.
-            It is measured in the direction in which rounding explains the least of it (see [Note: the shake] in
-            auditing/judge.py). It is 0 if the weights after both updates are bitwise equal.
-        allowed: Largest difference that rounding can explain. If the weights after both updates are bitwise equal, this
-            is the limit for the difference between the dense reference and exact arithmetic.
+        status: "ok", "fault", "no gradient", "lr is 0", "zero" if the orthogonalizer's input is zero, "inconclusive" if
+            rounding alone could change half of the update, or "not checked: STAGE" if the audit has no formula for
+            STAGE, an operation that a Muon variant adds to the step.
+        compared: True if the step had an update to compare. Otherwise, `difference` and `allowed` are 0.
+        difference: Relative difference between the applied update and the update of the dense reference, measured along
+            the singular vector where rounding explains the least of it (see [Note: the shake] in auditing/judge.py). If
+            both updates lead to bitwise equal weights, it is 0.
+        allowed: Largest relative difference that rounding can explain. If both updates lead to bitwise equal weights,
+            this is the limit for the difference between the dense reference and exact arithmetic.
     """
 
     name: str
@@ -122,7 +121,8 @@ class MatrixRow:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """Report on one audited step. It is identical on all ranks that share parameters, directly or through other ranks.
+    """Report on one audited step. It is identical on all ranks that are connected, directly or through other ranks, by
+    sharded or replicated parameters.
 
     Attributes:
         step: Number of the step, counted since the optimizer was constructed.
@@ -184,14 +184,15 @@ class AuditWarning(UserWarning):
 
 @dataclass(eq=False)
 class AuditSchedule:
-    """Schedule that determines which steps are audited. It is identical on all ranks that share parameters.
+    """Schedule that determines which steps are audited. It is identical on all ranks over which a parameter is sharded
+    or replicated.
 
     Attributes:
         every: Number of steps from one scheduled audit to the next; None if no audits are scheduled.
-        num_steps: Number of steps since construction. Steps that raised an error before changing weights, or were
-            skipped, do not count.
+        num_steps: Number of steps since the optimizer was constructed. Skipped steps, and steps that raised an error
+            before they changed any weights, do not count.
         num_audits: Number of audits so far.
-        asked: Audit of the next step, if the user has requested one with `audit()`; otherwise None.
+        asked: The audit that the user has requested for the next step with `audit()`, or None.
     """
 
     samples = 2  # number of matrices that a scheduled audit compares in each set of ranks that shares parameters

@@ -1,16 +1,16 @@
-"""Save and load whole jobs with torch.distributed.checkpoint (DCP). A job can be loaded with a different sharding or
-number of ranks than it was saved with.
+"""Save and load the model and the optimizer of a job with torch.distributed.checkpoint (DCP). The job that loads a
+checkpoint can have a different sharding or number of ranks than the job that saved it.
 
 [Note: plain shards]
-    DCP assumes that a plain tensor is the same on every rank and writes the tensor of one rank. If a plain tensor is a
-    shard, as in tensor parallelism or with FSDP1's original parameters, all shards but one would be silently lost. So
-    this module replaces each plain shard with a `_Shard`, whose position in the whole tensor comes from the tensor's
-    layout. Files therefore contain whole tensors.
+    DCP assumes that a plain tensor is the same on every rank, and writes only one rank's tensor. In tensor parallelism
+    and with FSDP1's original parameters, a plain tensor can be a shard, and DCP would silently lose all shards but one.
+    So this module replaces each shard with a `_Shard`, a tensor subclass that reports the position of the shard in the
+    whole tensor to DCP. Checkpoints therefore contain whole tensors.
 
 [Note: files run no code]
-    DCP unpickles its metadata and every value that is not a tensor, and unpickling calls any function that the file
-    names. So this module first reads the metadata and these values with unpicklers that accept only the types of DCP's
-    metadata and of optimizer options. DCP reads them only after these unpicklers have accepted them.
+    DCP unpickles its metadata and all values that are not tensors. Unpickling a file can call any function that the
+    file names. So before DCP reads the metadata and these values, this module reads them with unpicklers that accept
+    only the types of DCP's metadata and of optimizer options.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _quiet() -> Iterator[None]:
 @_quiet()
 @Refused.made_public()
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
-    """Save weights, optimizer state and options with torch.distributed.checkpoint. Collective over all ranks.
+    """Save the model's weights and the optimizer's state and options with torch.distributed.checkpoint. Collective over
+    all ranks.
 
     Args:
         path: Folder to write to.
@@ -78,9 +79,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         optimizer: `Muon` whose state and options are saved.
 
     Raises:
-        ValueError: Weights or state cannot be read on some rank, or a step was interrupted. Raised on every rank;
-            nothing is written.
-        ExchangeError: A step is running, because `save` was called from a signal handler. Raised on this rank only.
+        ValueError: Some rank cannot read its weights or state, or a step was interrupted. Raised on every rank. Nothing
+            is written.
+        ExchangeError: `save` was called from a signal handler while a step was running. Raised on this rank only.
     """
     # If an optimizer step is running, other ranks are still exchanging tensors and cannot vote on saving.
     if optimizer.in_step:
@@ -99,11 +100,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     """Load a checkpoint that `save` wrote. The sharding and the number of ranks can differ from those of the job that
     saved the checkpoint. Collective over all ranks.
 
-    `torch.distributed.checkpoint.load` alone would write directly into the tensors of the model and the optimizer, so a
-    damaged file would leave these tensors partly old and partly new. This function reads into copies instead. The model
-    and the optimizer get the copies only after everything has been read and checked. Loading needs memory for these
-    copies and, at the end, for one more copy of the weights. Code in a file never runs. Parameter groups get all
-    options that the file contains, and frozen parameters get their state.
+    This function first reads everything into copies and checks it, and only then changes the model and the optimizer.
+    In contrast, `torch.distributed.checkpoint.load` writes directly into the tensors of the model and the optimizer, so
+    a damaged file can leave them partly old and partly new. Loading needs memory for the copies and, at the end, for
+    one more copy of the weights. It never runs code from a file.
+
+    Parameter groups get all options that were saved. Frozen parameters also get their state.
 
     Args:
         path: Folder that `save` wrote.
@@ -112,11 +114,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     Raises:
         CheckpointException: A file is missing or damaged, or contains types that no checkpoint needs. Raised on every
-            rank; model and optimizer are unchanged.
-        ValueError: The checkpoint does not fit the optimizer on some rank, or the weights cannot be set in the model on
-            some rank (because a hook raises an error or memory runs out). Raised on every rank; model and optimizer are
-            unchanged. However, if the old weights cannot be restored in the model, every step raises an error until a
-            checkpoint is loaded.
+            rank. The model and the optimizer are unchanged.
+        ValueError: The checkpoint does not fit the optimizer on some rank, or some rank cannot set the weights in the
+            model (for example, because memory runs out). Raised on every rank. The model and the optimizer are
+            unchanged, unless the old weights cannot be restored. In that case, every step raises an error until a
+            checkpoint has been loaded.
     """
     saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
     table = _describe_shards(model, optimizer)
@@ -133,11 +135,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
 
 def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
-    """Return weights, optimizer state and parameter groups in the form that a checkpoint stores. Collective over all
+    """Return weights, optimizer state and parameter groups in the form in which they are saved. Collective over all
     ranks.
 
-    Parameters are identified by names that do not depend on the sharding. The groups are a tuple instead of a list,
-    because torch.distributed.checkpoint writes a tuple as a single value.
+    Parameters are identified by names that do not depend on the sharding. The groups are returned as a tuple, because
+    torch.distributed.checkpoint writes a tuple, unlike a list, as a single value.
     """
     members = _members(optimizer.param_groups, model)
     optimizer.complete_state()
@@ -177,10 +179,10 @@ def _paired(
     """Match saved parameter groups to the optimizer's groups by the names of their parameters.
 
     Returns:
-        The saved group that matches each of the optimizer's groups, with parameters in the optimizer's order.
+        For each of the optimizer's groups, the saved group with the same parameters, in the optimizer's order.
 
     Raises:
-        ValueError: The optimizer's groups and the saved groups have different parameters.
+        ValueError: The optimizer and the checkpoint group the parameters differently.
     """
     left, found = list(saved), list[dict[str, Any]]()
     for index, members in enumerate(_members(mine, model)):
@@ -199,17 +201,17 @@ def _paired(
 def _room_for(
     items: Mapping[str, Any], optimizer: Any, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Tensor]]:
-    """Allocate tensors of zeros into which a checkpoint's optimizer state can be read. The momentum has the
-    checkpoint's dtype.
+    """Allocate tensors, filled with zeros, into which a checkpoint's optimizer state can be read. Tensors for momentum
+    have the checkpoint's dtype.
 
     Args:
-        items: The checkpoint's metadata for optimizer state, as a dict from keys "optimizer.state.<parameter>.<key>" to
-            dtype and size.
+        items: The checkpoint's metadata. For each tensor of optimizer state, it maps the name
+            "optimizer.state.<parameter>.<key>" to the dtype and size.
         optimizer: The optimizer that will get the state.
         groups: The saved groups, in the optimizer's order.
 
     Returns:
-        Nested dict from parameter name to state key to tensor.
+        A dict that maps each parameter name to a dict from state key to tensor.
     """
     room = dict[str, dict[str, Tensor]]()
     for index, pair in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -231,16 +233,8 @@ def _take_over(
     model: nn.Module,
     optimizer: Any,
 ) -> None:
-    """Put loaded weights and state into the model and the optimizer, on all ranks or on none. Collective over all
-    ranks.
-
-    Args:
-        weights: Dict from parameter name to loaded weights.
-        state: Dict from parameter to loaded state.
-        groups: New parameter groups of the optimizer.
-        model: Model that gets the weights.
-        optimizer: Optimizer that gets the state and the groups.
-    """
+    """Put loaded weights and state into the model and the optimizer. If this fails on any rank, restore the old weights
+    and state on all ranks. Collective over all ranks."""
     old, before = dict[str, Any](), (optimizer.state, optimizer.param_groups, optimizer.broken)
     set_weights = partial(set_model_state_dict, model, options=StateDictOptions(strict=True))
     try:
@@ -266,11 +260,11 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Shard(torch.Tensor):
-    """Tensor that presents one rank's pieces of a parameter or state tensor to torch.distributed.checkpoint. The tensor
-    has the global shape and shares memory with the rank's storage.
+    """Tensor that describes one rank's shard of a parameter or state tensor to torch.distributed.checkpoint. The tensor
+    has the global shape and shares memory with the shard.
 
-    Methods whose names begin with two underscores implement `_Checkpointable`, the protocol of
-    torch.distributed.checkpoint for tensors of other libraries.
+    The methods `__create_chunk_list__`, `__create_write_items__` and `__get_tensor_shard__` implement
+    `_Checkpointable`, the protocol of torch.distributed.checkpoint for tensor classes of other libraries.
     """
 
     # dict from the offset of each rectangular block in the global tensor to a view of the block in local storage
@@ -305,12 +299,12 @@ class _Shard(torch.Tensor):
 
 
 def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table:
-    """Find the layouts of all optimizer parameters that are shards stored as plain tensors, as in tensor parallelism.
+    """Determine the layouts of all optimizer parameters that are shards in plain tensors, as in tensor parallelism.
     Collective over all ranks.
 
     Raises:
-        Refused: Shards do not fit together, some rank's shards are unusable, or a shard is in no group of the
-            optimizer, so its position in the whole tensor is unknown. Raised on every rank.
+        Refused: The shards of a parameter do not fit together, some rank cannot determine the layout of a shard, or a
+            shard in the model does not belong to the optimizer. Raised on every rank.
     """
     fault, listed, everyone = Fault(), list[Listed](), tuple(range(num_ranks()))
     with fault:

@@ -2,16 +2,15 @@
 module does not communicate.
 
 [Note: state of other optimizers]
-    Momentum in this package and in torch.optim.Muon is an average, B <- mu B + (1 - mu) G. Other optimizers store the
-    sum B <- mu B + G under the same key. If this sum were used as an average, it would be 20 times too large at mu =
-    0.95. A state dict does not show whether it contains averages or sums, so only groups with the options of Muon are
-    accepted, and nothing is converted.
+    In this package and in torch.optim.Muon, momentum is an average, B <- mu B + (1 - mu) G. Other optimizers store the
+    sum B <- mu B + G under the same key. If this sum were loaded as an average, it would be 20 times too large at mu =
+    0.95. A state dict does not show whether its momentum is an average or a sum. So this module accepts only groups
+    with Muon's options, and does not convert momentum of other optimizers.
 
 [Note: state that is not there]
-    A parameter's initial state consists of zeros (and a counter of 0). This state is saved even for a trainable
-    parameter that has never had a gradient, so that every rank has the same keys. A checkpoint that has state for only
-    some of the parameters is therefore damaged, and loading it raises an error. An empty entry, in contrast, declares
-    that a parameter has no state.
+    Before a trainable parameter has had its first gradient, its state consists of zeros. These zeros are saved, too, so
+    that every rank has the same keys. If a checkpoint has state for some trainable parameters but not for others, it is
+    therefore damaged, and loading it raises an error. A parameter whose entry exists but is empty starts without state.
 """
 
 from __future__ import annotations
@@ -80,11 +79,12 @@ def read_state(
     saved: Mapping[str, Any],  # result of `Optimizer.state_dict`, which identifies parameters by number or by name
     keeper: Keeper,
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
-    """Check a state dict and convert it for an optimizer.
+    """Check a state dict, and convert it to the state and parameter groups of an optimizer.
 
     Returns:
-        A dict from parameter to state, in the optimizer's dtypes and on its devices, and the new parameter groups. As
-        in torch, tensors whose dtype and device do not change are shared with `saved`.
+        A tuple (state, groups). `state` is a dict from parameter to the parameter's state, in the optimizer's dtypes
+        and on its devices. `groups` are the new parameter groups. As in torch, tensors whose dtype and device do not
+        change are shared with `saved`, not copied.
 
     Raises:
         ValueError: The parameters, options or state in the state dict do not fit the optimizer.
@@ -122,9 +122,9 @@ def read_state(
 
 
 def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
-    """Split an optimizer's state dict in two: a dict from parameter key to the parameter's state, and the parameter
-    groups. State of Muon variants (such as NorMuon's second moments) that is stored in the saved groups is moved to the
-    dict.
+    """Return the two entries of an optimizer's state dict: a dict from parameter key to the parameter's state, and the
+    parameter groups. If the groups contain state of a Muon variant (such as NorMuon's second moments), it is added to
+    the dict.
 
     Raises:
         ValueError: `saved` is not an optimizer's state dict.
@@ -189,11 +189,11 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the optimizer's group and the saved group name the same parameters in the same order. If
-    only one of the groups has names, nothing is compared.
+    """Raise ValueError if the optimizer's group and the saved group have different parameter names, or the same names
+    in a different order. If only one of the groups has names, nothing is compared.
 
-    State is assigned to parameters by position, so without this check, the state of two parameters of equal shape could
-    be swapped unnoticed.
+    State is assigned to parameters by position. Without this check, two parameters of equal shape could get each
+    other's state.
     """
     # Parameter names are compared without the parts that torch.compile, FSDP1, activation checkpointing and DDP add.
     added = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
@@ -212,14 +212,13 @@ def _read_param(
 ) -> dict[str, Any]:
     """Check and convert one parameter's saved state.
 
-    State that frameworks add is dropped: the step count that Megatron adds for every parameter, and the zeros that
-    FSDP1 needs for state that a parameter does not have, such as AdamW's state of a Muon parameter
-    (frameworks/fsdp1.py).
+    State that only a framework needs is dropped. With Megatron, every parameter has a step count. With FSDP1, zeros are
+    saved for state that a parameter does not have, such as AdamW's state of a Muon parameter (frameworks/fsdp1.py).
 
     Args:
         p: The parameter.
         found: The parameter's saved state.
-        group: The parameter's group in the optimizer, after the options of the saved group have been merged in.
+        group: The parameter's group in the optimizer, with the options of the saved group.
         theirs: The saved group that contains the parameter.
         keeper: Object that determines the dtype and device of the momentum.
 

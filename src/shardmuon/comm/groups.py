@@ -1,13 +1,16 @@
 """Communication between ranks. This module keeps weak references to process groups, creates process groups on subsets
-of ranks, and exchanges tensors in packed all-to-alls. It also provides lanes: channels that carry short messages
-between the CPUs of some ranks, whatever backend exchanges the tensors. A lane does not interpret its messages.
+of ranks, and exchanges tensors in packed all-to-alls. It also provides lanes. A lane is a channel for short messages
+among the CPUs of a set of ranks. It uses gloo, whatever backend exchanges the tensors.
 
 [Note: recursive doubling]
-    A lane all-reduces messages by recursive doubling. In hops over distances k = 1, 2, 4, .., each rank swaps messages
-    with the rank at distance k and merges the two messages. After the hop over distance k, a rank has merged the
-    messages of its block of 2k ranks. Ranks beyond the largest power of two first send their message to a partner, and
-    receive the result at the end. Each message is merged exactly once, as a sum requires. For n ranks, the algorithm
-    takes log2(n) hops of one small message each, or floor(log2(n)) + 2 hops if n is not a power of two.
+    A lane all-reduces messages by recursive doubling. For k = 1, 2, 4, .., each rank swaps messages with the rank at
+    distance k and merges the two messages. After each of these hops, a rank has the merged messages of its block of 2k
+    ranks. No message is merged twice, so messages can contain sums. If the number of ranks n is a power of two, each
+    rank takes log2(n) hops.
+
+    Otherwise, let p be the largest power of two below n. Only the first p ranks swap messages. Each of the other ranks
+    sends its message to one of the first p ranks before the swaps, and receives the result from it after the swaps.
+    Each rank then takes at most log2(p) + 2 hops.
 """
 
 from __future__ import annotations
@@ -38,18 +41,16 @@ Ranks = tuple[int, ...]  # a set of global ranks, in ascending order unless a do
 
 @dataclass
 class _Made:
-    """Process groups and lanes (channels for short messages) that were created under one default process group. They
-    are dropped together with the default group.
+    """Process groups and lanes (channels for short messages) that belong to one default process group and are dropped
+    together with it.
 
     Attributes:
-        token: Random bytes that distinguish this default group from all other default groups, including those of other
-            processes.
-        groups: Dict from a set of ranks to the number of process groups that were created over these ranks, and a weak
-            reference to the group in use. Only torch has a strong reference. A second strong reference would let the
-            group's communicator outlive destroy_process_group(). Such a communicator is torn down when the interpreter
-            exits, and its threads then abort the process (seen with gloo).
-        lanes: Dict from a set of ranks to the latest lane of these ranks, which can be open or closed. A lane holds no
-            reference to the default group.
+        token: Random bytes that identify the default group. They differ for each process and each default group.
+        groups: Dict from a set of ranks to a tuple with the number of process groups that were created over these
+            ranks, and a weak reference to the group in use. A strong reference would keep the group's communicator
+            alive after destroy_process_group(), until the interpreter exits. The communicator's threads could then
+            abort the process (observed with gloo).
+        lanes: Dict from a set of ranks to the latest lane of these ranks, which may be closed.
     """
 
     token: bytes = field(default_factory=partial(os.urandom, 16))
@@ -79,9 +80,9 @@ def num_ranks() -> int:
 
 @dataclass(frozen=True)
 class GroupRef:
-    """Reference to a process group by name, or just the ranks of a group. The reference does not keep the group alive
-    (see `_Made`). After the process groups of the job have been destroyed and created again, the reference resolves to
-    the new group of the same name if that group has the same ranks.
+    """Reference to a process group by its name, or by its ranks alone. The reference does not keep the group alive (see
+    `_Made`). If the job destroys its process groups and creates them again, the reference resolves to the new group
+    with the same name and the same ranks.
 
     Attributes:
         ranks: Global ranks in group-rank order.
@@ -93,15 +94,15 @@ class GroupRef:
 
     @classmethod
     def of(cls, value: Any, what: str = "process_group") -> GroupRef | None:
-        """Make a `GroupRef` from a process group or a sequence of global ranks. If the argument is a `GroupRef`
-        already, or None, it is returned.
+        """Make a `GroupRef` from a process group or a sequence of global ranks. If `value` is None or already a
+        `GroupRef`, return it.
 
         Args:
-            value: A process group, a tuple or list of global ranks, a reference, or None.
+            value: A process group, a tuple or list of global ranks, a `GroupRef`, or None.
             what: Name of the option that has this value, for error messages.
 
         Raises:
-            ValueError: `value` is none of these, or this rank is not in the group.
+            ValueError: `value` has another type or contains a rank twice, or this rank is not in the group.
         """
         if value is None or (isinstance(value, GroupRef) and default_group() is None):
             return value
@@ -155,12 +156,12 @@ def group_ranks(group: Any) -> Ranks:
 
 
 def group_for(ranks: Ranks, hint: Any = None) -> Any:
-    """Return the process group of exactly these ranks (ascending). The first call is collective over `ranks` only;
-    later calls return the cached group.
+    """Return the process group that consists of exactly these ranks (ascending). The first call for a set of ranks is
+    collective over these ranks. Later calls return the cached group.
 
-    If the default group or the group `hint` has exactly these ranks, that group is returned. Otherwise, a new group is
-    created, with the timeout of `hint`, or with the timeout of the default group if `hint` is None. torch keeps all
-    groups until `destroy_process_group()`.
+    If the default group or the group `hint` has exactly these ranks, this group is returned. Otherwise, a new group is
+    created. Its timeout is that of `hint`, or of the default group if `hint` is None. torch keeps the new group until
+    `destroy_process_group()`.
     """
     world = default_group()
     if world is None:
@@ -183,9 +184,9 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
 def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | None = None) -> torch.device:
     """Choose the device on which ranks exchange tensors that are stored on `device`.
 
-    Return `preferred` if the process group of the ranks uses a backend other than gloo on that device. Otherwise return
-    `device`, unless `device` is the CPU and the group has no CPU backend, as in NCCL-only jobs that offload parameters
-    to the CPU. In that case, return the accelerator.
+    Return `preferred` if the ranks' process group has a backend other than gloo for that device. Otherwise, return
+    `device`, with one exception: if `device` is the CPU and the group has no CPU backend, return the accelerator. This
+    happens in NCCL-only jobs that offload parameters to the CPU.
     """
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
@@ -208,14 +209,15 @@ class Traffic:
     """Counters of this rank's communication and of the matrices that this rank orthogonalized.
 
     Attributes:
-        exchanges: Number of all-to-all calls: two for each bucket (matrices that are exchanged together) that is
-            gathered from shards, and one for each bucket whose results are sent on to ranks with replicas.
-        agreements: Number of votes before steps, including votes that refused the step.
+        exchanges: Number of all-to-all calls. A bucket is a set of matrices that are exchanged together. One call
+            gathers a bucket's matrices from shards, a second call returns the results, and a third call forwards
+            results to other replicas. A bucket needs the first two calls, the third call, or all three.
+        agreements: Number of votes before steps, including votes that rejected the step.
         bytes_sent: Number of bytes that this rank sent in all-to-all calls.
         orthogonalized: Number of matrices orthogonalized on this rank.
-        norm_reductions: Number of small all-reduces of weight norms, which Muon variants that control weight norms
-            (such as Hyperball) need.
-        norms_sent: Number of values sent in these all-reduces: one value of 8 bytes per matrix.
+        norm_reductions: Number of all-reduces of weight norms. Only Muon variants that control weight norms (such as
+            Hyperball) need them.
+        norms_sent: Number of 8-byte values sent in these all-reduces: one per matrix.
     """
 
     exchanges: int = 0
@@ -226,11 +228,11 @@ class Traffic:
     norms_sent: int = 0
 
     def start(self, group: Any, send: Tensor, send_splits: tuple[int, ...], recv_splits: tuple[int, ...]) -> Pending:
-        """Start an all-to-all that sends one packed buffer, and add it to the counters.
+        """Start an asynchronous all-to-all that sends one packed buffer, and count it.
 
         Args:
-            group: Process group of the ranks that take part.
-            send: 1-D send buffer with the elements for each rank, in group-rank order.
+            group: Process group that runs the all-to-all.
+            send: 1-D buffer with the elements to send to each rank, in group-rank order.
             send_splits: Number of elements to send to each rank, in group-rank order.
             recv_splits: Number of elements to receive from each rank, in group-rank order.
         """
@@ -270,8 +272,8 @@ class Pending(NamedTuple):
 
 def _hops_of(me: int, num: int) -> list[tuple[str, int]]:
     """List the hops that the rank with index `me` takes in an all-reduce over `num` ranks ([Note: recursive doubling]).
-    A hop is a pair (name of the operation, index of the other rank). "send" sends a message, "swap" sends a message and
-    merges the received message, "hear" only receives and merges, and "take" receives the final result."""
+    A hop is a pair (operation, index of the other rank). "send" sends the rank's current message. "hear" receives a
+    message and merges it with the rank's current message. "swap" does both. "take" receives the final result."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]
@@ -280,18 +282,18 @@ def _hops_of(me: int, num: int) -> list[tuple[str, int]]:
 
 
 class Lane:
-    """Channel for short messages between some ranks, based on a gloo group.
+    """Channel for short messages among a set of ranks, based on a gloo group.
 
-    The group connects two ranks only when they first need a connection, so merging the messages of 1,024 ranks opens 10
-    connections per rank instead of 1,023. The group is not registered with torch, so the lane can close it at any time.
-    Ranks that are waiting for this rank then fail at once.
+    The group connects two ranks only when one of them first sends to the other. Merging the messages of 1,024 ranks
+    therefore opens 10 connections per rank instead of 1,023. The group is not registered with torch, so the lane can
+    close it at any time. Ranks that are waiting for a message from this rank then raise an error at once.
 
     Attributes:
         ranks: Global ranks, ascending.
         me: Position of this rank in `ranks`.
-        number: Sequence number among the lanes of these ranks, equal on all of the ranks. The number makes the lane's
-            key prefix in torch's store unique.
-        LARGEST: Size of the receive buffer in bytes. The size is fixed, so that receivers need not know the size of a
+        number: Sequence number of this lane among the lanes of the same ranks. It is equal on all of these ranks, and
+            makes the lane's keys in torch's store unique.
+        LARGEST: Size of the receive buffer in bytes. The size is fixed, because receivers do not know the size of a
             message.
     """
 
@@ -337,11 +339,11 @@ class Lane:
             made_under(world).lanes[ranks].close()
 
     def merge(self, message: _T, merged: Callable[[_T, _T], _T], what: str) -> _T:
-        """All-reduce a message of plain data over the ranks of the lane by recursive doubling. All hops share one
-        deadline.
+        """All-reduce a message over the ranks of the lane by recursive doubling (see [Note: recursive doubling]). The
+        timeout applies to the whole all-reduce, not to each hop.
 
         Args:
-            message: This rank's message, which must fit in `LARGEST` bytes when pickled.
+            message: This rank's message, which must fit into `LARGEST` bytes when pickled.
             merged: Function that merges two messages. The function must be associative and commutative.
             what: Name of the operation, for error messages.
 

@@ -1,38 +1,44 @@
-"""Votes of ranks before a collective call. Ranks discover the ranks that they are connected to, report errors to each
-other in short messages, and agree to make the call.
+"""Votes of ranks before a collective call. The ranks find out which ranks are connected, report errors to each other in
+short messages, and agree to make the call.
 
-A step, gradient clipping and QK-clip are collective calls. Each of them is a subclass of `Call`, which reports the
-inputs that must be equal on all ranks. `Call.agree` decides whether all ranks proceed or all ranks raise an error.
+The collective calls are the optimizer step, gradient clipping and QK-clip. Each has a subclass of `Call`, which reports
+the inputs that must be equal on all ranks. `Call.agree` holds the vote. Afterwards, either all ranks proceed or all
+ranks raise an error.
 
 [Note: why a component votes together]
     A rank can belong to several sets of ranks: the ranks of a mesh axis, the ranks of a process group, or the ranks
-    that share a parameter. If a rank voted first in one set and then in another, it could learn of an error in the
-    second set after the ranks of the first set have proceeded. This happened for 12 of 16 errors on a 4 x 4 mesh of
-    rows and columns, and for 2 of 4 errors on a chain of pairs. Therefore all ranks that are connected through sets,
-    directly or indirectly (a connected component), take part in one vote.
+    over which a parameter is sharded or replicated. If a rank voted in these sets one after the other, it could learn
+    of an error in the second set after the other ranks of the first set had already proceeded. In experiments, this
+    happened for 12 of 16 errors on a 4 x 4 mesh, and for 2 of 4 errors on a chain of pairs of ranks. Therefore all
+    ranks that are connected by sets, directly or through other ranks, take part in one common vote. These ranks form a
+    component.
 
-    Before the first vote, each rank must discover its component, by flooding. The entry of a rank lists the sets to
-    which the rank belongs. In each round, every rank sends all entries that it knows to each of its sets. A rank knows
-    the whole component once it has the entry of every rank that any of its entries names. From these entries, the rank
-    computes the round after which the last rank has all entries, and all ranks stop after that round.
+    Before the first vote, each rank discovers its component by flooding. At first, a rank has only its own entry, which
+    lists the sets to which the rank belongs. In each round, every rank sends all entries that it has to the ranks of
+    its sets. A rank has found the whole component when it has an entry for every rank that its entries mention. From
+    the entries, it then computes the number of rounds after which the last rank has found the whole component. All
+    ranks compute the same number and stop after this round.
 
 [Note: the message]
-    A message contains the rank's phase (the operation on which it votes), flags, a sum of digests, and presence bits,
-    which say for which parameters the rank has a gradient. Phases, flags and presence bits are merged by bitwise OR.
-    Messages with different phases can be merged, too: the merged phase then has the bits of all of them.
+    A message in a vote contains the rank's phase (the operation on which it votes), its flags, a sum of digests
+    (hashes), and presence bits, which are set for the parameters that have a gradient on the rank. Phases, flags and
+    presence bits are merged by bitwise OR. If ranks vote on different operations, the merged phase therefore has more
+    than one bit.
 
-    Digests must be equal within each set of ranks, and one sum checks all sets at once. For each set S of n ranks, the
-    first rank of S adds (n - 1) h(S, digest) modulo 2^128, and each other rank of S subtracts h(S, digest). Here h is a
-    hash of the set, the digest and the version of the format. Equal digests cancel. Unequal digests leave a sum of
-    different hashes with nonzero coefficients from -n to n. Such a sum is 0 with a probability of at most n / 2^128.
+    Digests must be equal on the ranks of each set. A single sum modulo 2^128 checks this for all sets. Let h(S, d) be a
+    hash of the set S, the digest d and the version of the message format. For each set S of n ranks, the first rank
+    adds (n - 1) h(S, d) to the sum, and each of the other ranks subtracts h(S, d). If all digests are equal, the sum is
+    0. If the digests in a set differ, the sum contains different hashes with nonzero coefficients between -n and n, and
+    is 0 with a probability of at most n / 2^128.
 
 [Note: who votes]
-    Before each call, all ranks that are connected through parameters and process groups (the component) vote. For the
-    vote, the ranks need a binding: data, such as a plan, that they have built together and cache from one call to the
-    next. A rank without a cached binding asks for a rebuild in a vote of the ranks with which it last voted. A rank
-    that has never voted does not know its component. Such a rank asks for a rebuild in votes of its largest sets
-    instead (usually one set, the component itself). Ranks with a cached binding take part in these votes, and so learn
-    that a rebuild is needed. Then all ranks rebuild the binding.
+    All ranks of a component vote before each call. To make the call, they need a binding, which is data (such as a
+    plan) that the ranks build together and cache from one call to the next. A rank without a cached binding requests a
+    rebuild in a vote with the ranks with which it last voted. Ranks with a cached binding learn of the request in the
+    same vote, because they also begin the call with a vote. All ranks then rebuild the binding.
+
+    A rank that has never voted does not know its component. Instead, it votes in each of its sets that is not contained
+    in a larger one. Usually, there is only one such set, which is the whole component.
 """
 
 from __future__ import annotations
@@ -61,10 +67,10 @@ MOST_BITS = 8 * (Lane.LARGEST - 256)
 
 
 class Fault:
-    """Record of the first error on this rank since the ranks last shared their errors.
+    """Record of this rank's first error since the ranks last exchanged errors.
 
-    Used as a context manager, a `Fault` catches and records any exception, so that this rank still reaches the next
-    collective.
+    A `Fault` is also a context manager. It catches and records any exception that is raised in the `with` block, so
+    that this rank still reaches the next collective.
 
     Attributes:
         text: Error message to send to the other ranks; None if there is no error.
@@ -80,7 +86,8 @@ class Fault:
         Args:
             text: Error message; None records nothing.
             cause: The exception that caused the error, or None.
-            own: If True and the job has several ranks, prefix the message with "rank R: ", where R is this rank.
+            own: Whether to prefix the message with "rank R: ", where R is this rank. Ignored if the job has only one
+                rank.
         """
         if text is not None and self.text is None:
             self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
@@ -99,13 +106,12 @@ class Fault:
         return True
 
     def settle(self, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
-        """Raise an error on all ranks of a component (all connected ranks) if any of these ranks has an error.
-        Collective over the component.
+        """Raise an error on all ranks in `component` if any of them has recorded an error. Collective over these ranks.
 
         Args:
-            component: The connected ranks, all of which must call this method.
-            phase: The operation that the caller continues with if no rank has an error.
-            asked: This rank's answer to a yes-or-no question that the caller asks on all ranks.
+            component: All ranks that are connected to this rank, directly or through other ranks.
+            phase: The operation on which the caller votes. It must be the same on all ranks.
+            asked: This rank's answer to a yes-or-no question of the caller.
 
         Returns:
             True if `asked` is True on any rank.
@@ -142,12 +148,11 @@ class Flag(IntFlag):
 
     Attributes:
         FAULT: The rank has an error and cannot proceed.
-        STALE: The rank's cached binding (data that ranks have built together) is missing or does not match the rank's
-            parameters.
+        STALE: The binding (data that the ranks have built together and cached) is missing on the rank or does not match
+            the rank's parameters.
         AUDIT: The rank requests that this optimizer step be audited.
-        UNLIKE: The digests of some set of ranks differ. Only a verdict can have this flag.
-        BEYOND: The rank belongs to a set that has ranks outside this vote, so this vote does not cover all connected
-            ranks.
+        UNLIKE: Ranks have different digests (hashes) of data that must be equal on them. Only a verdict has this flag.
+        BEYOND: The rank is connected to ranks that do not take part in this vote.
     """
 
     NONE = 0
@@ -164,10 +169,10 @@ class Ballot(NamedTuple):
     Attributes:
         phase: The operation on which the rank votes.
         flags: Conditions on this rank.
-        digests: Digests of data that must be equal on all ranks of a set. The dict has one digest for each set to which
-            this rank belongs.
-        presence: Bits that say, for example, which parameters have a gradient on this rank. A verdict contains the
-            bitwise OR of the bits of all ranks.
+        digests: Dict with one digest (hash) for each set of ranks that contains this rank. The digest is computed from
+            data that must be equal on all ranks of the set.
+        presence: Bits that indicate, for example, the parameters that have a gradient on the rank. A verdict contains
+            the bitwise OR of the bits of all ranks.
     """
 
     phase: Phase
@@ -224,7 +229,7 @@ def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
     """All-gather a picklable value. Collective over `ranks`.
 
     Args:
-        value: This rank's value; ignored if `fault` holds an error.
+        value: This rank's value. Ignored if `fault` contains an error.
         ranks: The ranks that take part.
         fault: Record of this rank's error, if this rank has one.
 
@@ -253,11 +258,11 @@ def _other_call(component: Ranks, verdict: Ballot) -> Refused:
 
 
 def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
-    """Call `run` on several ranks (default: all ranks) and return this rank's result, or raise an error on all of these
-    ranks. Collective over these ranks.
+    """Call `run` on all ranks in `ranks` (by default, all ranks of the job) and return this rank's result. If `run`
+    fails on any of them, raise an error on all of them. Collective over `ranks`.
 
     Raises:
-        Refused: `run` raised an exception of any class on some rank. Raised on every rank, with the same message.
+        Refused: `run` raised an exception on some rank. Raised on every rank, with the same message.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     fault, found = Fault(), list[_T]()
@@ -285,22 +290,23 @@ class _Entry(NamedTuple):
 
 
 def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | None = None) -> dict[int, _T]:
-    """Discover the component of this rank: all ranks connected to it. Collective over the component.
+    """Find all ranks that are connected to this rank by sets of ranks, directly or through other ranks. These ranks
+    form a component. Collective over the component.
 
     Args:
         sets: The sets of ranks that this rank belongs to.
         facts: Picklable data for all other ranks.
         fault: Record of this rank's error, if this rank has one.
-        before: All ranks of the previous component, or None if it is unknown. These ranks first compare their sets. If
-            only some ranks of a set list that set, all of them raise an error that names the set. Without this
-            comparison, ranks that list such a set would wait for the other ranks of the set until the timeout.
+        before: All ranks of the previous component, or None if it is unknown. These ranks compare their sets first. If
+            only some ranks of a set list the set in `sets`, all ranks raise an error that names the set. Without this
+            comparison, the ranks that list the set would wait for its other ranks until the timeout.
 
     Returns:
-        Dict from every rank of the component to the rank's `facts`. The result is equal on all of these ranks.
+        Dict from every rank of the component to the rank's `facts`, equal on all of these ranks.
 
     Raises:
-        Refused: Some rank has an error, or a set is not listed by all of its ranks. Raised on every rank, with the same
-            message.
+        Refused: Some rank has an error, or only some ranks of a set list the set in `sets`. Raised on every rank, with
+            the same message.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     known = {my_rank(): _Entry(sets, fault.text, facts)}
@@ -324,9 +330,9 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
 
 
 def _num_rounds(known: Mapping[int, _Entry]) -> float:
-    """Compute the number of rounds of flooding after which every rank has the entries of all ranks that are connected
-    to it. `known` contains the entries that this rank has received. The result is infinite if one of these entries
-    names a rank whose entry is missing."""
+    """Compute the number of rounds of flooding after which every connected rank has the entries of all connected ranks
+    (see [Note: why a component votes together]). `known` contains the entries that this rank has received. If they
+    mention a rank whose entry is missing, return infinity."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
     if not known.keys() >= set().union(*order):
         return math.inf
@@ -365,15 +371,15 @@ def current_world() -> bytes | None:
 
 
 class Agreed:
-    """Binding: data that ranks have built together and cache from one call to the next.
+    """Binding: data that connected ranks have built together and cache from one collective call to the next.
 
     Attributes:
-        component: All ranks that vote together.
-        token: Bytes that identify the binding, equal on all ranks of the component.
-        sets: Dict from each set of ranks that share parameters to the indices of these parameters, small sets first.
-            Sets of one rank are omitted.
-        world: Token of the default process group when the binding was made. The binding is invalid under any other
-            default process group.
+        component: All connected ranks. They vote together.
+        token: Bytes that identify the binding, equal on all ranks in `component`.
+        sets: Dict from a set of ranks to the indices of the parameters that are sharded or replicated over exactly
+            these ranks. Small sets come first. Sets of one rank are omitted.
+        world: Token of the default process group under which the binding was made. The binding is invalid under any
+            other default process group.
     """
 
     def __init__(self, component: Ranks, token: bytes, sets: Mapping[Ranks, tuple[int, ...]]) -> None:
@@ -388,15 +394,15 @@ _K = TypeVar("_K", bound=Agreed)
 class Call(ABC, Generic[_K]):
     """One rank's part in a collective call: a step, gradient clipping or QK-clip.
 
-    The methods `known`, `is_current`, `before`, `sets`, `read` and `lines` are allowed to raise any exception, because
-    they are called inside a `Fault`, which records exceptions.
+    The methods `known`, `is_current`, `before`, `sets`, `read` and `lines` may raise any exception, because they are
+    called in the `with` block of a `Fault`, which records exceptions.
 
     Attributes:
         phase: The operation on which the ranks vote, such as a step.
-        renews: True to rebuild the cached bindings (data that ranks have built together) if ranks have different ones;
-            False to raise an error.
+        renews: What to do if the bindings (data that the ranks have built together and cached) differ between ranks:
+            rebuild them if True, raise an error if False.
         doing: Verb for error messages, such as "clip".
-        rule: Sentence for error messages that states what must be equal on all ranks of a set.
+        rule: Sentence for error messages that says which inputs must be equal on all ranks of a set.
     """
 
     phase: Phase
@@ -428,11 +434,11 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
-        """Rebuild the cached binding (data that ranks have built together). Collective over the component (all
-        connected ranks).
+        """Rebuild the binding, which is data that all connected ranks build together and cache. Collective over these
+        ranks.
 
-        No caller catches exceptions of this method, so it must record them in `fault`. `before` contains the ranks that
-        last voted together, or is None if these ranks are unknown.
+        This method must record its errors in `fault`, because no caller catches its exceptions. `before` contains the
+        ranks that last voted together, or is None if these ranks are unknown.
         """
 
     @abstractmethod
@@ -462,16 +468,16 @@ class Call(ABC, Generic[_K]):
         )
 
     def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:
-        """Vote until all ranks of the component (all connected ranks) can make the call. If a rank's cached binding
-        (data that ranks have built together) is out of date, all ranks rebuild the binding and vote again. Collective
-        over the component.
+        """Vote with all connected ranks on whether to make the call. The call needs a binding, which is data that the
+        ranks build together and cache. If the binding is out of date on any rank, all ranks rebuild it and vote again.
+        Collective over all connected ranks.
 
         Args:
             fault: Record of this rank's error, if this rank already has one.
             fresh: A binding that all ranks know to be current, or None to use the cached binding.
 
         Returns:
-            The binding for the call, and the verdict of the vote.
+            The binding for the call, and the verdict, which is the merged ballot of all ranks.
 
         Raises:
             Refused: Some rank has an error, or inputs differ between ranks. Raised on every rank, before the call has
@@ -520,11 +526,11 @@ class Call(ABC, Generic[_K]):
         return self.renew(component, fault)
 
     def _refuse_unless_stale(self, kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Ballot) -> None:
-        """Find out why a vote failed, and raise Refused with the reason on every rank. Collective over the component
-        (all connected ranks).
+        """Find out why a vote failed, and raise Refused with the reason on every rank. Collective over all ranks that
+        voted.
 
-        If ranks have different cached bindings (data that ranks have built together) and `renews` is True, return on
-        every rank instead, so that the caller rebuilds the bindings.
+        If the reason is that ranks have different bindings (data that the ranks have built together and cached), and
+        `renews` is True, return on every rank instead. The caller then rebuilds the bindings.
         """
         component, token = kept.component, kept.token if self.renews else b""
         everyone = gather({(): token, **digests}, component, fault)
@@ -542,16 +548,15 @@ def refuse_unlike(
     text: Callable[[Ranks, list[Any]], str],
     fault: Fault,
 ) -> None:
-    """Raise Refused on every rank if the ranks of some set have different digests of the data that must be equal on
-    them. Collective over the component (all connected ranks).
+    """Raise Refused on every rank if data that must be equal on all ranks of a set differs between them. Collective
+    over all ranks in `everyone`.
 
     Args:
-        everyone: One dict for each rank of the component. The keys are the sets of ranks to which the rank belongs, and
-            the values are the rank's digests for these sets.
-        lines: Function that takes a set of ranks and returns a list of the data from which this rank's digest for the
-            set was computed.
-        text: Function that makes an error message from a set and the lists that `lines` returned on the ranks of the
-            set.
+        everyone: Dict from each connected rank to a dict with the rank's digests (hashes). The inner dict has one
+            digest for each set of ranks that contains the rank.
+        lines: Function that takes a set of ranks and returns this rank's data for the set, as a list.
+        text: Function that makes an error message from a set of ranks and the lists that `lines` returned on these
+            ranks.
         fault: Record of this rank's error, if this rank has one.
     """
     component, unlike, mine = tuple(everyone), None, None

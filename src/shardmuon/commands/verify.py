@@ -25,18 +25,18 @@ from shardmuon.variants import VARIANTS, names_in, stages_of
 
 
 def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str, str]]:
-    """Check one layout on a pool of ranks.
+    """Check one layout: compare steps of Muon on a pool of ranks with references.
 
-    The layout is compared with a dense reference in one process and, if no variant is given, with torch.optim.Muon,
-    which has no variants. In layouts whose tensors are not shared between ranks (such as "single"), each rank has its
-    own matrices.
+    The first reference is a dense (unsharded) run of Muon in a single process. The second reference is
+    torch.optim.Muon, which has no variants and is used only if `variant` is empty. In layouts without sharding or
+    replication (such as "single"), each rank has its own matrices.
 
     Returns:
-        A tuple (passed, row). `passed` is True if the layout passes the check: on every rank and after every step,
-        every result is bitwise equal to the references, with matrix products in fp32 and in bf16. `row` is the layout's
-        row in the table, as a dict from column name to cell. The column "collectives" counts tensor exchanges, votes,
-        and reductions of weight norms. The column "bytes/rank" counts the bytes of the exchanges (in fp32) and of the
-        reductions (8 bytes per matrix).
+        A tuple (passed, row). `passed` is True if all results are bitwise equal to the references, on every rank and
+        after every step, with matrix products in fp32 and in bf16. `row` is the layout's row in the table, a dict from
+        column name to cell. The column "collectives" counts exchanges of tensors, votes, and all-reduces of weight
+        norms. The column "bytes/rank" counts the bytes that a rank sends in exchanges (in fp32) and in all-reduces (8
+        bytes per matrix). Both columns contain the maximum over all ranks.
     """
     options: dict[str, Any] = {"variant": variant} if variant else {}
     if not all(stage.decays for stage in stages_of({"variant": variant or None})):

@@ -1,7 +1,7 @@
 """Estimate the cost of Muon in a training job before the job runs.
 
-`plan` computes the plan that the job itself would use, for any model on any mesh and without starting ranks. From this
-plan, it estimates the time, memory and communication of an optimizer step.
+The function `plan` computes the plan that the job would use. It works for any model and any device mesh, and runs in a
+single process. From this plan, it estimates the time, memory and communication of an optimizer step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Count the work of every rank in a plan without starting any ranks: communication partners, bytes, matrices and FLOPs.
+"""Count the work of every rank in a plan, without running the ranks: the bytes that a rank exchanges, the ranks with
+which it exchanges them, the matrices that it orthogonalizes, and the FLOPs for these matrices.
 
-A bucket is a group of matrices that are processed together; a tile is the part of a matrix that one rank stores. The
-counts follow the rules of plan/program.py (see [Note: results in two stages] there). Whereas plan/program.py handles
-one rank at a time, this module handles all ranks at once: the tiles of a bucket are stored in arrays, and the bucket's
-traffic is a list of messages.
+A bucket is a group of matrices that are processed together; a tile is a part of a matrix that is stored on one rank.
+The counts follow the rules of plan/program.py (see [Note: results in two stages] there). However, plan/program.py
+handles one rank at a time, whereas this module handles all ranks of a bucket at once, with arrays of tiles and
+messages.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _Ints = NDArray[np.int64]
 
 
 class _Matrices(NamedTuple):
-    """Matrices of one bucket (group of matrices that are processed together) that have the same shape and that one rank
-    orthogonalizes by the same method.
+    """Matrices of equal shape that one rank orthogonalizes by the same method in one bucket. A bucket is a group of
+    matrices that are processed together.
 
     Attributes:
         rows, cols: Shape of each matrix.
-        how: A `Choice` as a string: the orthogonalization method and the dtype of its matrix products.
+        how: Orthogonalization method and dtype of its matrix products, as the string of a `Choice`.
         num: Number of matrices.
-        flops: Number of floating point operations that orthogonalizing one matrix takes, as counted by the planner.
+        flops: FLOPs for orthogonalizing one matrix, as estimated by the planner.
     """
 
     rows: int
@@ -53,7 +54,7 @@ class _Sent(NamedTuple):
     Attributes:
         inside: Bytes sent to (or received from) ranks on the same node.
         across: Bytes sent to (or received from) ranks on other nodes.
-        peers: Number of ranks to which this rank sends bytes (or from which it receives bytes).
+        peers: Number of ranks that this rank sends bytes to (or receives bytes from).
     """
 
     inside: int = 0
@@ -67,13 +68,14 @@ class _Sent(NamedTuple):
 
 
 class _Sides(NamedTuple):
-    """Bytes that one rank sends (or receives) in the three exchanges of one bucket.
+    """Bytes that one rank sends (or receives) in the three exchanges of one bucket. A bucket is a group of matrices
+    that are processed together. The owner of a matrix is the rank that orthogonalizes it.
 
     Attributes:
-        gather: Tiles (parts of matrices) that are sent to the owners, the ranks that orthogonalize the matrices.
-        scatter: Results that the owners send back to the ranks that store the tiles, and the optimizer variant's state
-            (such as NorMuon's second moments).
-        relay: Results and variant state that one replica forwards to other replicas.
+        gather: Tiles (parts of matrices) that are sent to the owners.
+        scatter: Results, and state of a Muon variant (such as NorMuon's second moments), that the owners send to the
+            ranks that store the tiles.
+        relay: Results, and state of a Muon variant, that one replica forwards to other replicas.
     """
 
     gather: _Sent = _Sent()
@@ -83,27 +85,29 @@ class _Sides(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketCount:
-    """Work of one rank in one bucket.
+    """Work of one rank in one bucket. A bucket is a group of matrices that are processed together.
+
+    A bucket has up to three exchanges. The gather sends tiles (parts of matrices) to the ranks that orthogonalize the
+    matrices, the scatter sends the results back, and the relay forwards results to other replicas.
 
     Attributes:
         number: Index of the bucket in the plan; -1 if nothing is exchanged.
-        exchange: True if the bucket's matrices are exchanged between ranks (see `plan.plan.Bucket`).
+        exchange: True if ranks exchange the bucket's matrices (see `plan.plan.Bucket`).
         num_ranks: Number of ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
         num_nodes: Number of nodes to which these ranks belong.
-        itemsize: Number of bytes per element in the batches and in the exchanged data.
+        itemsize: Number of bytes per element in batches and in exchanged data.
         matrices: Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
-        held: Number of elements of the bucket's matrices that this rank stores, and whose momentum and weights it
-            updates.
+        held: Number of elements of the bucket's matrices that this rank stores. The rank updates their momentum and
+            weights.
         sent: Bytes that this rank sends.
         received: Bytes that this rank receives.
         foreign: Number of elements in `held` that this rank sends to other ranks for orthogonalization.
-        idle: Number of elements in `held` that another replica sends for orthogonalization. This rank receives the
-            results in the relay.
-        gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
-        relays: True if the bucket has a relay, that is, an exchange that forwards results to other replicas.
-        batches: Size in bytes of the batches (stacks of matrices of equal shape) in which `matrices` are
-            orthogonalized.
-        largest: Number of elements in the largest tile (part of a matrix) that this rank holds.
+        idle: Number of elements in `held` that this rank does not send, because another replica sends them. This rank
+            receives the results in the relay.
+        gathers: True if the bucket has a gather and a scatter, even if this rank sends nothing in them.
+        relays: True if the bucket has a relay.
+        batches: Total size in bytes of the batches (stacks of matrices of equal shape) that this rank orthogonalizes.
+        largest: Number of elements in the largest tile that this rank stores.
     """
 
     number: int
@@ -137,8 +141,8 @@ class BucketCount:
             node_of: Function that maps a rank to the index of its node.
 
         Returns:
-            Dict from each rank in the plan, in ascending order, to the rank's work in each of its buckets (groups of
-            matrices), in the plan's order.
+            Dict from each rank in the plan, in ascending order, to a tuple with the rank's work in each of its buckets
+            (groups of matrices), in the plan's order.
         """
         found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
         ways = _ways_in(plan)
@@ -152,15 +156,15 @@ class BucketCount:
 
 
 class _Ways(NamedTuple):
-    """Tiles (parts) of one matrix on all ranks, as arrays with one element per tile. Tiles are sorted by rank and, on
-    each rank, by the order in which the rank processes them.
+    """Tiles (parts) of one matrix on all ranks, as arrays with one element per tile. The tiles are sorted by rank. The
+    tiles of each rank are in the order in which the rank processes them.
 
     Attributes:
         at: Rank that stores the tile.
         numel: Number of elements in the tile.
         owner: Rank that orthogonalizes the matrix for rank `at`.
-        source: Rank that exchanges the tile with the owner. If several ranks store copies of the tile, only one of them
-            exchanges it with the owner; if the owner stores a copy, the source is the owner.
+        source: Rank that sends the tile to the owner and receives the result. If several ranks store copies of the
+            tile, only one of them is the source. If the owner stores a copy, the owner is the source.
     """
 
     at: _Ints
@@ -170,9 +174,9 @@ class _Ways(NamedTuple):
 
 
 def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
-    """Make a function that maps a matrix of the plan to its tiles (parts of the matrix) and to the ranks that exchange
-    these tiles. The function caches its results, because matrices with equal layouts that the same ranks orthogonalize
-    have equal tiles and exchanges."""
+    """Return a function that maps a matrix of the plan to its tiles (parts of the matrix) and the ranks that exchange
+    them. The function caches its results, because the results are equal for matrices that have the same layout and are
+    orthogonalized by the same ranks."""
 
     @cache
     def stored(layout: ParamLayout, matrix: int) -> tuple[_Ints, _Ints, list[Piece]]:
@@ -257,13 +261,13 @@ def _counts(
 
 
 def _told(plan: Plan, bucket: Bucket, ways: Callable[[Item], _Ways]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the messages that carry the optimizer variant's state, such as NorMuon's second moments, to the ranks that
-    store the state. A message is a tuple (exchange, sender, receiver, bytes).
+    """Yield the messages that send a Muon variant's state, such as NorMuon's second moments, to the ranks that store
+    it. A message is a tuple (exchange, sender, receiver, bytes).
 
-    Usually, the sender is the matrix's owner (the rank that orthogonalizes the matrix), and the exchange is "scatter".
-    But the receiver may exchange none of its tiles (parts of the matrix) with the owner, because other replicas
-    exchange the same tiles. The sender is then the rank that exchanges the receiver's first tile with the owner, and
-    the exchange is "relay", unless that rank is the owner itself.
+    The owner of a matrix is the rank that orthogonalizes it. If the receiver exchanges tiles (parts of the matrix) with
+    the owner, the sender is the owner, and the exchange is "scatter". Otherwise, other replicas exchange the receiver's
+    tiles with the owner. The sender is then the rank that exchanges the receiver's first tile with the owner, and the
+    exchange is "relay". If the owner itself stores this tile, the owner is the sender, and the exchange is "scatter".
     """
     items = map(plan.items.__getitem__, bucket.items)
     travelling = ((item, kept) for item in items for kept in plan.specs[item.param].kept if kept.travels)
@@ -286,16 +290,17 @@ def _ints(numbers: Iterable[Any]) -> _Ints:
 def _sides(
     messages: tuple[_Ints, _Ints, _Ints], more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
 ) -> tuple[list[_Sent], list[_Sent]]:
-    """Count the bytes and peers of each rank in one exchange.
+    """Count the bytes that each rank sends and receives in one exchange, and the ranks to which it sends and from which
+    it receives them.
 
     Args:
-        messages: Three arrays with one element per message: senders, receivers and sizes in bytes.
+        messages: Three arrays with one element per message: the senders, the receivers, and the sizes in bytes.
         more: Additional messages, each as (sender, receiver, bytes).
         ranks: All ranks that take part, ascending.
         nodes: Index of the node of each rank in `ranks`.
 
     Returns:
-        Two lists with one element per rank: the sent data and the received data.
+        Two lists with one element per rank, in the order of `ranks`: what the rank sends, and what it receives.
     """
     num, columns = len(ranks), zip(*more, strict=True) if more else ((), (), ())
     source, target, size = (np.concatenate([one, _ints(new)]) for one, new in zip(messages, columns, strict=True))
