@@ -33,8 +33,9 @@ def row_major(sizes: Sequence[int]) -> Ints:
 
 
 class _Matrix(NamedTuple):
-    """Part of a tensor that is orthogonalized as one matrix. This part is a box of indices of the tensor, after one dim
-    may have been replaced with two dims, as by `Tensor.unflatten` ([Note: the fine index space]).
+    """Part of a tensor that is orthogonalized as one matrix. This part is a box of indices of the tensor. (If blocks
+    repeat along a dim of the tensor, the dim is first replaced with two dims, as by `Tensor.unflatten`, see [Note: the
+    fine index space].)
 
     Attributes:
         rows, cols: Shape of the matrix.
