@@ -275,9 +275,9 @@ class Core:
     @torch.no_grad()
     def complete_state(self) -> None:
         """Create the missing state of every trainable parameter, filled with zeros (see [Note: state that is not there]
-        in checkpoint/state.py). Frozen parameters that have no state do not get any. If `use_muon` or `variant` has
-        changed while a parameter was frozen, the parameter's state does not match the options of its group. Such state
-        is replaced with zeros."""
+        in checkpoint/state.py). Frozen parameters that have no state do not get any. If `use_muon` or `variant` changed
+        while a parameter was frozen, so that its state does not match the options of its group, this state is replaced
+        with zeros."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad or self.state.get(p):
