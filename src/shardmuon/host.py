@@ -1,5 +1,5 @@
-"""Hosts, which are adapters to the code that calls `step()`: a training loop, torch's checkpointing or a framework such
-as DeepSpeed. A host is active while its framework has replaced the tensors in the parameter groups.
+"""Hosts are adapters to the code that calls `step()`: a training loop, torch's checkpointing or a framework such as
+DeepSpeed. A host is active while its framework has replaced the tensors in the parameter groups.
 
 Each framework's file in `shardmuon.frameworks` registers the framework's `Host` and its engines (classes that read the
 layout of parameters). This module and the modules that it imports contain no code for a particular framework.

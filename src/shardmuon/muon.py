@@ -434,8 +434,8 @@ class Muon(Core, Optimizer):
     The first `step()` (or `prepare()`) reads the layout from the parameters themselves, for example from the mesh and
     placements of a DTensor. Together, the ranks then make a plan, which determines which rank orthogonalizes which
     matrix. Before each step, all ranks that are connected, directly or through other ranks, by shared parameters vote
-    on the step. Ranks that share matrices exchange them by all-to-alls, one bucket (a set of matrices) after the other.
-    Every rank must call `step()`.
+    on the step. Ranks that share matrices exchange them by all-to-alls, one bucket (a set of matrices) at a time. Every
+    rank must call `step()`.
 
     Args:
         params: A module (whose parameters `shardmuon.param_groups` assigns to Muon and AdamW), parameters,

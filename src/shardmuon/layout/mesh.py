@@ -1,16 +1,17 @@
-"""Pure functions that compute which pieces of a tensor each rank stores, either from the tensor's placements on a mesh,
-from a tensor-parallel cut, or from ranges of the flattened tensor.
+"""Pure functions that compute which pieces of a tensor each rank stores, from the tensor's placements on a mesh or from
+a tensor-parallel cut.
 
 [Note: order of cuts]
     Placements are listed in the order of the mesh axes. If several axes shard the same tensor dim, they may have cut it
     in a different order. Axes with plain shards cut the dim in the listed order. A strided shard with split factor s
-    means that the dim had already been cut into s shards before its axis cut it. For example, `fully_shard` on top of
-    tensor parallelism gives mesh (dp, tp) and placements (_StridedShard(0, 2), Shard(0)). Here, tp cuts first, and dp
-    then cuts each tp shard.
+    means that the dim had already been cut into s shards before the strided shard's axis cut it. For example,
+    `fully_shard` on top of tensor parallelism gives mesh (dp, tp) and placements (_StridedShard(0, 2), Shard(0)). Here,
+    tp cuts first, and dp then cuts each tp shard.
 
     Torch's own offset helper and `distribute_tensor` apply these placements from left to right. If sizes do not divide
-    evenly, they assign other rows to a rank than `fully_shard` stores there. This module computes the rows that
-    `fully_shard` stores. An error is raised if a rank's storage does not have the computed shape.
+    evenly, the rows that they compute for a rank differ from the rows that `fully_shard` stores there. This module
+    computes the rows that `fully_shard` stores. An error is raised if a rank's storage does not have the computed
+    shape.
 
 [Note: lone strided shard]
     A strided shard is the only shard of its dim if the axis that cut the dim first has been gathered. With split factor

@@ -3,8 +3,8 @@ of which belongs to a single matrix. Pure index arithmetic.
 
 [Note: two addresses]
     A tile is a box of indices of the tensor. (If blocks repeat along a dim of the tensor, the dim is first unflattened
-    into two, see views.py.) Such a box can be addressed by strides, both in the storage of its rank and in its matrix.
-    A single copy between two strided views therefore moves a tile from one to the other.
+    into two dims, see views.py.) Such a box can be addressed by strides, both in the storage of its rank and in its
+    matrix. A single copy between two strided views therefore moves a tile from one to the other.
 
     All ranks know the boxes of all tiles. Only the rank that stores a tile knows the strides of its own storage. These
     strides can change from step to step, so they are read at each access.
@@ -121,7 +121,7 @@ class Patch(NamedTuple):
 
 class Tile(NamedTuple):
     """The elements that a matrix has in common with a piece of the tensor that one rank stores. They form a box of
-    indices of the tensor. (If blocks repeat along a dim of the tensor, the dim is first unflattened into two, see
+    indices of the tensor. (If blocks repeat along a dim of the tensor, the dim is first unflattened into two dims, see
     [Note: the fine index space] in views.py.)
 
     Attributes:
@@ -275,7 +275,7 @@ class ParamLayout:
         held: For each rank in `ranks`, the pieces that the rank stores.
 
     Raises:
-        ValueError: The pieces are out of bounds, overlap or leave a gap. (Equal pieces are replicas and do not
+        ValueError: The pieces are out of bounds, overlap or leave a gap. (Equal pieces are replicas and do not count as
             overlap.)
     """
 

@@ -1,4 +1,4 @@
-"""Views, which describe each matrix in a tensor as a box of indices. Pure integer arithmetic.
+"""Views describe each matrix in a tensor as a box of indices. Pure integer arithmetic.
 
 [Note: the fine index space]
     A plain weight contains one matrix, and a stack of experts contains many. A fused projection contains several blocks

@@ -75,10 +75,11 @@
 
     - A restart from X computes X <- Q X and R <- X X^T. It takes 3 m^2 n FLOPs, if symmetric products are counted half.
     - A local restart computes R <- Q R_0 Q, where R_0 was stored in fp32. It takes 6 m^3 FLOPs in split half precision,
-      and it must also multiply the factors Q. In total, this is less work than a restart from X if n > 7/3 m. A local
-      restart does not need X, so it needs no communication if the columns of X are spread over ranks. It is used only
-      in fp16, and only for schedules with a single restart, because each local restart rounds the product of the
-      factors Q. In fp32, a local restart would be useless, because it would bring back the rounding errors of R_0.
+    and it must also multiply the factors Q. In total, this is about as much work as a restart from X if n = 7/3 m, and
+    less work if n is larger. A local restart does not need X, so it needs no communication if the columns of X are
+    spread over ranks. It is used only in fp16, and only for schedules with a single restart, because each local restart
+    rounds the product of the factors Q. In fp32, a local restart would be useless, because it would bring back the
+    rounding errors of R_0.
 
     After eight steps of Polar Express on log-spaced singular values, the error is 0.018 with restarts from X and 0.023
     with local restarts.
@@ -188,10 +189,10 @@ _OVERHEAD_AMX = 120e6  # value of `_OVERHEAD` for bf16 on a CPU with AMX
 class Products:
     """Matrix products of one batch, rounded on every device as half-precision hardware rounds them.
 
-    All methods take single matrices or batches from `empty_batch`. `mm(left, right, out=)` computes left @ right.
-    `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta * base + alpha * left @ right. `symmetric_mm` and
-    `symmetric_addmm` do the same if the result (and the base) is symmetric. For large products on CPUs, they compute
-    one half of the result and mirror it.
+    The four functions below multiply single matrices or batches from `empty_batch`. `mm(left, right, out=)` computes
+    left @ right. `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta * base + alpha * left @ right.
+    `symmetric_mm` and `symmetric_addmm` do the same if the result (and the base) is symmetric. For large products on
+    CPUs, they compute one half of the result and mirror it.
 
     All four functions write to `out` and return it. `out` must also come from `empty_batch`, and must not be an
     operand. Where no special handling is needed, the functions are torch's own.

@@ -117,18 +117,17 @@ class Engine:
     """Adapter for one kind of parameter storage, such as DTensors. Engines are stateless. They only describe tensors
     and access their storage.
 
-    Error messages (of ValueError) must not contain the parameter's name, ranks or shapes, because callers add them.
-    Users see errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks ... store shapes
-    ...".
+    Messages of ValueErrors must not contain the parameter's name, ranks or shapes, because callers add them. Users see
+    errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks ... store shapes ...".
 
     The base class handles plain tensors. Without a process group, every rank orthogonalizes its own plain tensors. This
     is right both for DDP and for experts that differ between ranks. With a process group, the tensors on the group's
     ranks are assumed to be replicas, and the ranks share the work. The replicas are compared when a plan is made.
 
     Attributes:
-        believes_placements: True if the tensors have placements on a mesh, which the storage must match. `Claim.form`
-            then consists of the shape and an `OnMesh`. For a stack of matrices, `kept_zeros` then makes a state tensor
-            that is placed like the stack.
+        believes_placements: True if the tensors have placements on a mesh, which the storage must match. In this case,
+            `Claim.form` consists of the shape and an `OnMesh`, and the state tensor that `kept_zeros` makes for a stack
+            of matrices is placed like the stack.
         plain_shards: True if the tensors are plain tensors that contain shards of larger tensors. To save a checkpoint,
             each shard's position in the larger tensor must then be computed.
     """
@@ -177,8 +176,8 @@ class Engine:
         share the tensor. (A claim is one rank's description of the tensor.) This is a pure function: equal claims give
         equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
 
-        The base class returns the pieces that are listed in the claims. A rank whose claim lists none (None) stores the
-        whole tensor.
+        The base class returns the pieces that the claims list. If a claim lists no pieces (`held` is None), the rank
+        stores the whole tensor.
 
         If the storage has the same dims as the tensor, a piece is `Held(Box(offset, sizes), local)`, which starts at
         index `offset` of the tensor and at index `local` of the storage. The storage can have any strides. If the
@@ -213,7 +212,7 @@ class Engine:
 
     def signature(self, param: Tensor) -> object:
         """Return a value that changes whenever the parameter's layout, dtype or device may have changed. A plan stores
-        this value. Each step computes the value again, which must therefore be cheap. If the value has changed, the
+        this value. Each step computes the value again, so the computation must be cheap. If the value has changed, the
         plan is no longer valid. Because the value is stored, it must contain a `GroupRef` instead of a process
         group."""
         return _SIGNATURE(param)

@@ -5,7 +5,7 @@ The engine inspects the current state of each parameter, so it does not matter w
 file uses private names of torch's FSDP1, as defined in torch 2.13.
 
 [Note: storage of FSDP1]
-    A unit (a wrapped module) concatenates its flattened parameters, with padding, to one 1-D *flat parameter*. Each
+    A unit (a wrapped module) concatenates its flattened parameters, with padding, into one 1-D *flat parameter*. Each
     rank stores an equal part of it. The assignment of elements to ranks never changes once the unit is made.
 
     With `use_orig_params=True`, the original parameters remain in their modules. Outside of the forward and backward
