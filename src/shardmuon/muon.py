@@ -64,8 +64,7 @@ from shardmuon.step.validate import Proposal, validate
 
 
 class Core:
-    """Parameter groups and their state, with a method that updates both by one step once all ranks have agreed to the
-    step.
+    """Parameter groups and their state, with a method that takes a step on them once all ranks have agreed to it.
 
     Attributes:
         param_groups, state: The attributes of torch.optim.Optimizer. Frameworks can replace both.
@@ -259,9 +258,8 @@ class Core:
         """Make a plan without taking a step. Collective among the ranks that share parameters.
 
         Raises:
-            ValueError: A rank cannot make a plan. Every rank raises this error, unless the rank failed to create a
-                process group. In that case, only this rank raises the error at once, and the other ranks raise it in
-                the next step.
+            ValueError: A rank cannot make a plan. Every rank raises this error. If a rank fails to create a process
+                group, that rank raises the error at once, and the other ranks raise it in the next step.
         """
         fault = Fault()
         with Refused.made_public():
@@ -766,8 +764,8 @@ class Muon(Core, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without objects that are valid only in one process: the plan, caches
-        and framework integrations. The state contains the ranks of the last vote. A copy has no plan, so it needs these
-        ranks to vote together with ranks whose optimizer was not copied and still has its plan.
+        and framework integrations. The state contains the ranks of the last vote. A copy has no plan, but it must vote
+        together with these ranks, which may still use the original optimizer and its plan.
 
         A copy shares process groups with the original. A pickle only identifies its process groups, and after
         unpickling, only the default process group can be used.

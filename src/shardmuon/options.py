@@ -440,12 +440,8 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Copy and check a parameter group that the user has passed. In the copy, parameters are in a list, process groups
-    are `GroupRef`s, and options that the user has not set have default values.
-
-    Args:
-        known: The groups that the optimizer already has.
-        param_group: The group as the user passed it.
-        defaults: The optimizer's defaults.
+    are `GroupRef`s, and options that the user has not set have default values. `known`: groups that the optimizer
+    already has.
 
     Raises:
         TypeError: The group is not a dict, its parameters are in a set, or a parameter is not a tensor or has an

@@ -81,8 +81,8 @@ class Table:
             fewer ranks come first.
         stamps: Dict from each rank of the component to a string that identifies the rank's hardware and software.
         token: 16 bytes that identify this table, equal on all ranks of the component. The token is a hash of random
-            bytes from every rank, so it differs between optimizers that are otherwise identical. This shows if ranks
-            step two such optimizers in different orders.
+            bytes from every rank, so it differs between optimizers that are otherwise identical. If ranks step two such
+            optimizers in different orders, the tokens show it.
     """
 
     component: Ranks
@@ -279,9 +279,8 @@ def _line(one: _Described, compared: bool) -> str:
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
     """Make the error message for ranks that list different parameters or describe a parameter differently. The message
-    compares the first rank with one other rank whose list differs. If one list is longer, the message names a parameter
-    that is missing from the shorter list. Otherwise, it shows the first parameter that the two ranks describe
-    differently, with only the properties that differ."""
+    compares the first rank with one rank whose list differs. It shows a parameter that is missing from the shorter list
+    or, if the lists have equal lengths, the first difference."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):

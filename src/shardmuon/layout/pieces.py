@@ -231,9 +231,8 @@ def _check_partition(shape: Ints, pieces: Iterable[Piece]) -> None:
     """Raise ValueError if the pieces leave a gap in the tensor, overlap, or extend beyond the tensor's bounds. Equal
     pieces are replicas and do not count as overlap.
 
-    The edges of all boxes divide the tensor into cells, and exactly one box must cover each cell. A comparison of the
-    total size of the boxes with the size of the tensor would not suffice, because it misses a gap and an overlap of
-    equal size.
+    The edges of all boxes divide the tensor into cells, and exactly one box must cover each cell. Checking only the
+    total size of the boxes would miss a gap and an overlap of equal size.
     """
     distinct = {piece for piece in pieces if piece.numel}
     space, words = shape, f"shape {shape}"

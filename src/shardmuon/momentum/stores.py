@@ -13,9 +13,9 @@
 [Note: rounding of the momentum]
     With gradient G and momentum coefficient mu, a step changes the momentum B by (1 - mu)(G - B). This change is often
     smaller than the spacing of numbers in the storage dtype. Rounding to nearest then loses the change: with bf16 and
-    mu = 0.95, B stops 4% to 8% short of a constant gradient. Stochastic rounding loses nothing on average, but its RMS
-    error is sqrt(2) times as large as that of rounding to nearest. Therefore an element is rounded stochastically if
-    the step changes it by less than the spacing at its value, and to nearest otherwise.
+    mu = 0.95, B stops 4% to 8% short of a constant gradient. Stochastic rounding does not lose such changes on average,
+    but its RMS error is sqrt(2) times as large as that of rounding to nearest. Therefore an element is rounded
+    stochastically if the step changes it by less than the spacing at its value, and to nearest otherwise.
 
 [Note: 8-bit codes]
     A block has 128 consecutive elements of a row and one fp32 scale, the largest magnitude in the block. Code k, from

@@ -187,7 +187,7 @@ _OVERHEAD_AMX = 120e6  # value of `_OVERHEAD` for bf16 on a CPU with AMX
 
 
 class Products:
-    """Matrix products of one batch, rounded on every device as half-precision hardware rounds them.
+    """Matrix products of one batch. On every device, they are rounded as half-precision hardware would round them.
 
     The four functions below multiply single matrices or batches from `empty_batch`. `mm(left, right, out=)` computes
     left @ right. `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta * base + alpha * left @ right.
@@ -547,7 +547,7 @@ def products_dtype(method: str, given: torch.dtype | None, device: torch.device)
     accelerators, because bf16 is not precise enough. "torch" always uses bfloat16.
 
     Raises:
-        ValueError: The method is "gram", and products of the given dtype have too large rounding errors for it.
+        ValueError: The method is "gram", and the rounding errors of products in the given dtype would be too large.
     """
     if method == "torch":
         return torch.bfloat16
@@ -573,8 +573,8 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     Args:
         method: "standard" or "gram"; other methods are counted as "standard".
         dtype: Dtype of the products, which determines how often "gram" restarts.
-        device: Device of the products. CPUs compute symmetric products in row blocks, so only 10/16 of a symmetric
-            product is counted on CPUs.
+        device: Device of the products. CPUs compute symmetric products in row blocks, so only 10/16 of each symmetric
+            product is counted.
     """
     m, n = min(rows, cols), max(rows, cols)
     steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
