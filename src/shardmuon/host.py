@@ -1,8 +1,8 @@
-"""Hosts: adapters to the code that calls `step()`, such as a training loop, torch's checkpointing or a framework. While
-a host is active, it determines which tensors the parameter groups contain.
+"""Hosts are adapters to the code that calls `step()`: a training loop, torch's checkpointing or a framework such as
+DeepSpeed. A host is active while its framework has replaced the tensors in the parameter groups.
 
-Each framework's file in `shardmuon.frameworks` registers its `Host` and its engines (classes that read the layout of
-parameters). Neither this module nor the modules that it imports contain code for a particular framework.
+Each framework's file in `shardmuon.frameworks` registers the framework's `Host` and its engines (classes that read the
+layout of parameters). This module and the modules that it imports contain no code for a particular framework.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Weight(NamedTuple):
 
     Attributes:
         name: Name of the parameter in the user's model.
-        param: The tensor that the user passed to the optimizer, if known; else `stored`.
-        stored: The tensor that the optimizer updates: the parameter, a copy of the parameter, or a part of a flat
-            buffer. There is an engine (a class that reads the layout of parameters) for this tensor.
-        group: The options of the weight's group.
+        param: The tensor that the user passed to the optimizer, or `stored` if that tensor is not known.
+        stored: The tensor that the optimizer updates: the parameter itself, a copy of it, or a part of a flat buffer.
+            An engine (a class that reads the layout of parameters) supports this tensor.
+        group: The options of the weight's parameter group.
         now: True if the latest call to `step` updated the weight.
     """
 
@@ -40,16 +40,18 @@ class Weight(NamedTuple):
 
 
 class Host:
-    """Base class of hosts, the adapters to frameworks. Each optimizer has its own instances of all registered hosts.
-    The methods of this base class are suitable for a plain training loop. Their argument `core` is the optimizer, a
-    `shardmuon.muon.Core`; it is annotated as `Any`, because importing `Core` would be circular.
+    """Base class of hosts, the adapters to frameworks. Each optimizer has its own instance of every registered host
+    class.
+
+    The methods of this base class suit a plain training loop. Their argument `core` is the optimizer, a
+    `shardmuon.muon.Core`. It is annotated as `Any` to avoid a circular import.
 
     Attributes:
-        in_parts: True if the framework calls `step()` several times per training step, each time with some of the
-            groups.
-        clipping: Error message, with a remedy, for users who clip gradients although this host does not support
-            clipping; None if gradients can be clipped.
-        marks: Names of attributes that mark parameters whose gradients the framework clips itself.
+        in_parts: True if the framework calls `step()` several times per training step, each time with only some of the
+            parameter groups.
+        clipping: Error message that tells users to let the framework clip gradients. None if users can clip gradients
+            themselves.
+        marks: Names of attributes that identify parameters whose gradients the framework clips itself.
         packages: Names of the framework's packages. Optimizers ignore the host until one of these packages is imported.
             If None, optimizers never ignore the host.
     """
@@ -82,9 +84,9 @@ class Host:
         contains the optimizer's own state tensors, and copies of the groups."""
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Return a function to run instead of a step if the framework calls `step` for a purpose other than updating
-        weights, else return None. The method must not change any tensors except gradients that the framework has
-        altered since the backward pass.
+        """Return a function to run instead of a step, or None to take the step as usual. A function is returned only if
+        the framework calls `step` without intending to update weights. This method must not change any tensors, except
+        gradients that the framework has altered since the backward pass.
 
         Args:
             core: The optimizer.
@@ -96,8 +98,8 @@ class Host:
         """Take a step of the optimizer while this host (framework integration) is active.
 
         Args:
-            core: The optimizer. A host must set `core.changing` to True before it changes weights or state by means
-                other than `core.take_step`.
+            core: The optimizer. The host must set `core.changing` to True before it changes any weights or state
+                itself, that is, without calling `core.take_step`.
             fault: Record of this rank's first error; empty if no error has occurred before this call.
         """
         raise NotImplementedError
@@ -136,9 +138,9 @@ class Host:
         """True if torch.distributed.checkpoint is calling `step` only to create the state into which it then loads a
         checkpoint.
 
-        torch sets every gradient and lr to 0 for this call, but a real step can have the same values: with a warmup, lr
-        starts at 0, and the gradients on some ranks can be zero. Ranks that checked these values could disagree, so
-        this function inspects the call stack instead.
+        For this call, torch sets every gradient and lr to 0. These values do not identify the call: during a warmup, a
+        real step can have lr 0, and its gradients can be zero on some ranks. If each rank checked these values, ranks
+        could disagree. So this function inspects the call stack instead.
         """
         return Host.caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None
 

@@ -1,15 +1,16 @@
-"""`Muon`, a torch optimizer that updates matrices with orthogonalized momentum and all other parameters with AdamW,
-under any sharding.
+"""`Muon`, a torch optimizer that updates matrices with orthogonalized momentum and all other parameters with AdamW.
+Parameters can be sharded in any way.
 
 The class `Core` takes steps on parameter groups and their state. The class `Muon` is a `Core` with the interface of
-torch.optim.Optimizer. Adapters to frameworks (hosts, see host.py) can create further `Core`s. To read the code, start
-at `Core.take_step`.
+torch.optim.Optimizer. Framework integrations (see host.py) can create further `Core`s. To read the code, start at
+`Core.take_step`.
 
-In a step, each rank first validates everything that its step depends on, without changing anything (step/validate.py).
-Then all ranks that are connected through shared parameters vote (comm/vote.py): either all of them raise the same
-error, or all of them update their weights (step/bucket.py). A failure after the vote leaves weights half updated. The
-optimizer then refuses further steps until a state dict is loaded, and ranks that are waiting for the failed rank raise
-an error at once.
+In a step, each rank first validates all data on which its step depends, without changing anything (step/validate.py).
+Then all ranks that are connected, directly or through other ranks, by shared parameters vote (comm/vote.py). Either all
+of them raise the same error, or all of them update their weights (step/bucket.py).
+
+A failure after the vote can leave weights half updated. The optimizer then refuses further steps until a state dict is
+loaded. Ranks that are waiting for the failed rank raise an error at once.
 """
 
 from __future__ import annotations
@@ -63,25 +64,24 @@ from shardmuon.step.validate import Proposal, validate
 
 
 class Core:
-    """Parameter groups and their state, with a step that updates parameters and state once all ranks have agreed to it.
+    """Parameter groups and their state, with a method that takes a step on them once all ranks have agreed to it.
 
     Attributes:
         param_groups, state: The attributes of torch.optim.Optimizer. Frameworks can replace both.
-        config: Options that apply to the whole optimizer, not to a single group.
+        config: Options that apply to the whole optimizer.
         keeper: Object that creates and converts stored momentum.
-        audits: Schedule of the audits, which compare a step with an unsharded reference step.
+        audits: Schedule of the audits. An audit compares a step with an unsharded reference step.
         process_group: The process group whose ranks have replicas of the plain (not DTensor) parameters; None if there
             is none.
         traffic: Counters of this rank's exchanges and orthogonalized matrices.
-        routing: Table that shows, for each parameter of the model, whether Muon or AdamW updates it; empty if no model
-            was given.
+        routing: Table that shows whether Muon or AdamW updates each parameter of the model; empty if the optimizer was
+            made without a model.
         binding: The current plan with this rank's parameters; None before the first plan is made.
-        component: The ranks that took part in the last vote.
-        broken: Description of the failure that interrupted a step and left the ranks out of sync; None if no step has
-            failed in this way.
+        component: The ranks that took part in the last vote; None before the first vote.
+        broken: Description of the failure that interrupted a step; None if no step has been interrupted.
         options: Reader of the groups' options, which caches them.
-        settled: Stored weight norms (state tensors of variant "hyperball") that need no further check, because a step
-            has checked them since they were created or loaded.
+        settled: Stored weight norms (state tensors of variant "hyperball") that need no further check. A step has
+            already checked them since they were created or loaded.
         hosts: Integrations with the frameworks that may call `step`.
         has_trained: True once some parameter has had a gradient in a step.
     """
@@ -258,9 +258,8 @@ class Core:
         """Make a plan without taking a step. Collective among the ranks that share parameters.
 
         Raises:
-            ValueError: Some rank cannot make a plan. Every rank raises this error, with one exception: if a rank fails
-                to create a process group, only this rank raises the error at once, and the other ranks raise it in the
-                next step.
+            ValueError: A rank cannot make a plan. Every rank raises this error. If a rank fails to create a process
+                group, that rank raises the error at once, and the other ranks raise it in the next step.
         """
         fault = Fault()
         with Refused.made_public():
@@ -274,28 +273,29 @@ class Core:
     @torch.no_grad()
     def complete_state(self) -> None:
         """Create the missing state of every trainable parameter, filled with zeros (see [Note: state that is not there]
-        in checkpoint/state.py). No state is created for a frozen parameter without any state. State that does not match
-        the options of its parameter's group, because `use_muon` or `variant` changed while the parameter was frozen, is
-        replaced with zeros."""
+        in checkpoint/state.py). Frozen parameters that have no state do not get any. If `use_muon` or `variant` changed
+        while a parameter was frozen, so that its state does not match the options of its group, this state is replaced
+        with zeros."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad or self.state.get(p):
                     init_missing(p, group, self.state[p], self.keeper)
 
 
-# Data that a rank sends to the others after it has made a plan: two dicts whose keys are sets of ranks that share
-# parameters. The first dict gives the number of shared parameters whose gradient can be missing on some of the ranks.
-# The second dict gives the name of the set's process group, if the sending rank knows such a group.
+# Message that a rank sends to the other ranks after it has made a plan: two dicts whose keys are sets of ranks that
+# share parameters. For each set, the first dict gives the number of shared parameters whose gradient can be missing on
+# some of these ranks. The second dict gives the name of the set's process group, if the sending rank knows such a
+# group.
 _Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
 class StepCall(TableCall[Binding]):
-    """This rank's part in the vote of all ranks on a step, or on a plan without a step. Implements the interface `Call`
+    """This rank's part in a vote on a step, or on a plan that is made without a step. Implements the interface `Call`
     of comm/vote.py.
 
     Attributes:
-        options: Settings of each group; None for groups that AdamW updates.
-        proposal: Data of the step that this rank takes if all ranks agree.
+        options: Settings of each parameter group; None for groups that AdamW updates.
+        proposal: Data for the step. This rank takes the step if all ranks agree to it.
     """
 
     phase = Phase.STEP
@@ -419,72 +419,74 @@ class Muon(Core, Optimizer):
     """Optimizer that updates matrices with Muon and all other parameters with AdamW. The updates are the same for any
     sharding of the weights.
 
-    Each matrix W with gradient G and momentum B is updated as follows, with learning rate lr, weight decay wd, momentum
-    factor mu and scale s; NS is the orthogonalization by Newton-Schulz steps:
+    Each matrix W with gradient G and momentum B is updated as follows:
 
         B <- mu B + (1 - mu) G
         U  = mu B + (1 - mu) G   (Nesterov), or B
         W <- (1 - lr wd) W - lr s(rows, cols) NS(U)
 
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/, in the form of torch.optim.Muon. W is always
-    the whole logical matrix, never a shard. s depends on the global shape of the matrix.
+    Here, lr is the learning rate, wd the weight decay, mu the momentum factor, and s a scale that depends on the global
+    shape of the matrix. NS orthogonalizes a matrix by Newton-Schulz steps. W is always the whole logical matrix, never
+    a shard. Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/, in the form of torch.optim.Muon.
 
-    The first `step()` (or `prepare()`) reads the layout from the parameters themselves (DTensor mesh and placements)
-    and plans, together with the other ranks, which rank orthogonalizes which matrix. All ranks that are connected by
-    shared parameters vote before each step. Ranks that share matrices run two all-to-alls for each bucket (a set of
-    matrices that are exchanged together). Every rank must call `step()`.
+    The first `step()` (or `prepare()`) reads the layout from the parameters themselves, for example from the mesh and
+    placements of a DTensor. Together, the ranks then make a plan, which determines which rank orthogonalizes which
+    matrix. Before each step, all ranks that are connected, directly or through other ranks, by shared parameters vote
+    on the step. Ranks that share matrices exchange them by all-to-alls, one bucket (a set of matrices) at a time. Every
+    rank must call `step()`.
 
     Args:
-        params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
-            dict can contain any option from `lr` to `tp_group`, and the following options. ``use_muon`` (default:
-            True): if False, AdamW updates the group, with its ``lr``, ``weight_decay``, ``betas`` (default: (0.9,
-            0.95)) and ``eps`` (default: 1e-8). ``view``, ``split_sizes``, ``split_groups`` and ``transposed`` define
-            which matrices a parameter holds (see `shardmuon.layout.views.matrix_view`).
+        params: A module (whose parameters `shardmuon.param_groups` assigns to Muon and AdamW), parameters,
+            `named_parameters()`, or group dicts. A group dict can contain any option from `lr` to `tp_group`, and the
+            following options. ``use_muon`` (default: True): if False, AdamW updates the group, with its ``lr``,
+            ``weight_decay``, ``betas`` (default: (0.9, 0.95)) and ``eps`` (default: 1e-8). ``view``, ``split_sizes``,
+            ``split_groups`` and ``transposed`` define which matrices a parameter contains (see
+            `shardmuon.layout.views.matrix_view`).
         lr: Learning rate, a float or a one-element tensor. Required, even if every group has its own learning rate. See
             docs/learning_rate.md.
-        weight_decay: Factor wd of the decay.
-        momentum: Factor mu.
+        weight_decay: Weight decay wd.
+        momentum: Momentum factor mu.
         nesterov: Use Nesterov momentum.
         ns_coefficients: Name of a schedule (such as "keller", "quintic" or "polar_express"; see `shardmuon.schedule`),
             one triple of coefficients (a, b, c) for all Newton-Schulz steps, or one triple per step. A schedule that
             diverges or flips the sign of a singular value is rejected.
-        ns_steps: Number of Newton-Schulz steps (ignored if `ns_coefficients` has one triple per step). Default: the
+        ns_steps: Number of Newton-Schulz steps. Ignored if `ns_coefficients` has one triple per step. Default: the
             schedule's own number, or 5 for a single triple.
-        adjust_lr_fn: Name of the scale s, which depends on the global shape of the matrix: None or "original" for
-            `sqrt(max(1, rows/cols))`, "match_rms_adamw" for `0.2 sqrt(max(rows, cols))`, "spectral" for
-            `sqrt(max(rows, cols))`, "unit_rms_norm" for `sqrt(rows/cols)`, "none" for 1. docs/learning_rate.md lists
-            the names that other libraries use.
-        variant: Name of a variant (such as "normuon" or "hyperball"; see docs/variants.md), or several names joined by
-            "+" ("muon_eq+cautious").
+        adjust_lr_fn: Name of the scale s. rows x cols is the global shape of the matrix. None or "original":
+            `sqrt(max(1, rows/cols))`. "match_rms_adamw": `0.2 sqrt(max(rows, cols))`. "spectral": `sqrt(max(rows,
+            cols))`. "unit_rms_norm": `sqrt(rows/cols)`. "none": 1. docs/learning_rate.md lists the names that other
+            libraries use.
+        variant: Name of a variant of Muon (such as "normuon" or "hyperball"; see docs/variants.md), or several names
+            joined by "+", as in "muon_eq+cautious".
         process_group: Process group whose ranks have replicas of the plain (not DTensor) parameters, as under DDP, and
-            share the work. Planning checks that the replicas are equal. Default: every rank orthogonalizes its own
-            plain tensors. The value () in a group dict means that no other rank has the group's tensors (experts).
-            After unpickling, only the default process group can be used; any other group must be set again.
-        tp_group: Tensor-parallel group, as a process group or global ranks. Plain parameters are shards over this group
-            if TransformerEngine, Megatron or the user has marked them (`tensor_model_parallel`, `partition_dim`,
-            `partition_stride`), and replicas otherwise. `process_group` then contains the ranks with the same shards.
-            See docs/tensor_parallel.md. Default: none; marked shards are rejected.
+            share the work. The replicas are compared when a plan is made. Default: every rank orthogonalizes its own
+            plain tensors. In a group dict, () means that no other rank has the group's tensors, as for experts. After
+            unpickling, only the default process group can be used; any other group must be set again.
+        tp_group: Tensor-parallel group, as a process group or global ranks. Plain parameters that TransformerEngine,
+            Megatron or the user has marked (by `tensor_model_parallel`, `partition_dim`, `partition_stride`) are shards
+            over this group. All other plain parameters are replicas. `process_group` then contains the ranks with the
+            same shards. See docs/tensor_parallel.md. Default: no group; marked parameters are rejected.
         method: Method of orthogonalization. "standard": divide by the fp32 norm, then run Newton-Schulz steps on
-            batches. "gram": iterate the same steps on the Gram matrix of the shorter side, up to twice as fast for long
-            matrices. "auto": "gram" if it takes at least a quarter less time than "standard" at the peak rates of the
-            dtypes of both methods, else "standard". This choice depends only on shape, schedule, dtype and type of
-            device; the printed plan shows the choice with its reason. "torch": compute bit for bit as torch.optim.Muon,
-            which casts to bf16 before it computes the norm.
-        ns_dtype: Torch dtype of the matrix products. None: "standard" uses bfloat16 where the device multiplies it in
-            hardware, float32 on other CPUs; "gram" uses float16 on accelerators, float32 on CPUs. Method "torch"
-            ignores this option and uses bfloat16. Data sent between ranks is bfloat16 if products are bfloat16 or
-            float16, float64 if parameters or products are float64, else float32. The data is rounded to this dtype with
-            any sharding, even in a single process.
-        momentum_dtype: Dtype of stored momentum: torch.float32, torch.bfloat16 or "int8", all with computation in fp32,
-            or None, which means storage and computation in the gradient's dtype. See docs/memory.md.
+            batches. "gram": run the same steps on the Gram matrix of the shorter side, which is up to twice as fast for
+            matrices with a large aspect ratio. "auto": use "gram" if its estimated time is less than 3/4 of that of
+            "standard", else "standard". The estimate depends only on shape, schedule, dtype and type of device. The
+            printed plan shows the choice with its reason. "torch": compute the same bits as torch.optim.Muon, which
+            casts to bf16 before it computes the norm.
+        ns_dtype: Torch dtype of the matrix products. None: "standard" uses float32 on CPUs without hardware support for
+            bfloat16, else bfloat16; "gram" uses float16 on accelerators and float32 on CPUs. Method "torch" ignores
+            this option and uses bfloat16. Data sent between ranks is bfloat16 if products are bfloat16 or float16,
+            float64 if parameters or products are float64, else float32. The data is rounded to this dtype with any
+            sharding, even in a single process.
+        momentum_dtype: Dtype of stored momentum: torch.float32, torch.bfloat16 or "int8". The momentum is then computed
+            in fp32. None: momentum is computed and stored in the gradient's dtype. See docs/memory.md.
         momentum_device: Device of stored momentum: None for the parameter's device, or "cpu".
-        stochastic_rounding: Round bf16 weights at random, without bias, after each update.
-        bucket_bytes: Maximum total size, in bytes, of the whole matrices that one rank orthogonalizes per bucket. None:
-            the planner chooses a size as described in `shardmuon.plan.plan.Policy`.
+        stochastic_rounding: Round bf16 weights stochastically (at random, without bias) after each update.
+        bucket_bytes: Maximum total size, in bytes, of the matrices that one rank orthogonalizes per bucket. The whole
+            matrices count, not shards. None: the planner chooses a size as described in `shardmuon.plan.plan.Policy`.
         audit_every: Number of steps from one audit to the next, beginning with an audit of the first step. An audit
-            compares the step with an unsharded reference; if they differ, every rank raises AuditError once the step is
-            complete. None: audit a step only if `shardmuon.audit` requests it. See docs/audit.md.
-        adamw_lr: Learning rate of all parameters that AdamW updates; allowed only if `params` is a module. Default: the
+            compares the step with an unsharded reference step. If they differ, every rank raises AuditError once the
+            step is complete. None: audit a step only if `shardmuon.audit` requests it. See docs/audit.md.
+        adamw_lr: Learning rate of all parameters that AdamW updates. Allowed only if `params` is a module. Default: the
             rate at which AdamW's updates are as large as Muon's; `shardmuon.param_groups` prints this rate. See
             docs/learning_rate.md.
         overrides: Changes to the default assignment of the module's parameters to Muon and AdamW (see
@@ -493,8 +495,8 @@ class Muon(Core, Optimizer):
     Raises:
         ValueError: An option or a parameter is invalid. The message names it, shows the invalid value, and suggests a
             correction.
-        TypeError: `lr` is missing, a keyword is unknown, the parameters are in a set, whose order differs between
-            ranks, or a parameter is not a tensor or has an integer or complex dtype.
+        TypeError: `lr` is missing, a keyword is unknown, the parameters are in a set (whose order can differ between
+            ranks), or a parameter is not a tensor or has an integer or complex dtype.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -584,11 +586,11 @@ class Muon(Core, Optimizer):
 
         Raises:
             ValueError: Gradients, options or state are invalid on some rank, or a rank failed while reading them. Every
-                rank raises this error, before anything has changed, except that a rank that runs out of memory raises
-                its OutOfMemoryError.
+                rank raises this error, before anything has changed. Only a rank that ran out of memory raises its
+                OutOfMemoryError instead.
             ExchangeError: A rank died, hung or failed in the middle of a step. The message names the bucket and the
-                operation. After this or any other exception in the middle of a step, even a KeyboardInterrupt, and even
-                with a single process, the optimizer refuses further steps until a state dict is loaded.
+                operation. After any exception in the middle of a step (even a KeyboardInterrupt, and even with a single
+                process), the optimizer refuses further steps until a state dict is loaded.
         """
         if self.broken is not None:
             self._host.restore_groups(self)
@@ -634,9 +636,10 @@ class Muon(Core, Optimizer):
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
-        """Format the options of the whole optimizer that differ from their defaults and, for each group, the options of
-        the algorithm that updates the group (Muon or AdamW) and the keys that other code has stored in the group.
-        Options that are None or the default view are left out."""
+        """Format the options for printing. For the whole optimizer, only options that differ from their defaults are
+        shown. For each group, the options of the algorithm that updates it (Muon or AdamW) are shown, and also keys
+        that other code has stored in the group. Options that are None, and view options with default values, are
+        omitted."""
         lines = [f"    {key}: {value}" for key, value in self.config.changed().items()]
         for index, group in enumerate(self.param_groups):
             muon, count = group["use_muon"], len(group["params"])
@@ -650,7 +653,7 @@ class Muon(Core, Optimizer):
         """Make the plan before the first step. Collective among the ranks that share parameters.
 
         Returns:
-            The plan. `print(plan)` shows, for each matrix, its route (whether and how it is exchanged), its bucket (the
+            The plan. For each matrix, `print(plan)` shows its route (whether and how it is exchanged), its bucket (the
             set of matrices that are exchanged together), and the rank that orthogonalizes it.
         """
         if self._host.in_parts:
@@ -677,11 +680,10 @@ class Muon(Core, Optimizer):
     # ------------------------------------------------------------------------------------ groups and options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, after checking that its options are valid and match the shape of each of its
-        parameters.
+        """Add a parameter group, after checking that its options are valid and match the shapes of its parameters.
 
         Raises:
-            ValueError: An option or a parameter is invalid; the optimizer is unchanged.
+            ValueError: An option or a parameter is invalid. The optimizer is unchanged.
             TypeError: The parameters are in a set, or a parameter is not a tensor or has an integer or complex dtype.
         """
         for host in self.hosts:
@@ -695,12 +697,12 @@ class Muon(Core, Optimizer):
     # ----------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict in torch's format, without process groups. Once the optimizer has any state, the dict
-        has an entry for every trainable parameter on every rank.
+        """Return the state dict in torch's format, without process groups. Once any parameter has state, the dict has
+        an entry for every trainable parameter on every rank.
 
         Raises:
-            ExchangeError: A step was interrupted or is in progress, so the half-updated state must not overwrite a good
-                checkpoint.
+            ExchangeError: A step was interrupted or is in progress. This error prevents a good checkpoint from being
+                overwritten with half-updated state.
         """
         self.refuse_torn()
         if any(self.state.values()) and self.hosts.active is None:
@@ -716,11 +718,13 @@ class Muon(Core, Optimizer):
         """Load state and the options of every group from a state dict. Momentum is converted to this optimizer's
         `momentum_dtype` (default: the gradient's dtype) and `momentum_device`.
 
-        The method can be called before the first step and between steps. It checks everything before it changes
-        anything: number, shapes and names of parameters (names only if both the state dict and the optimizer have
-        them), state keys, and options. A state dict that was saved with a different sharding must be loaded through
-        torch.distributed.checkpoint. State of torch.optim.Muon is accepted, since its entries have the same meaning;
-        state of any other optimizer is rejected.
+        The method can be called before the first step and between steps. Before it changes anything, it checks the
+        number and shapes of the parameters, the state keys and the options. Parameter names are checked if both the
+        state dict and the optimizer have them.
+
+        A state dict that was saved with a different sharding must be loaded through torch.distributed.checkpoint. State
+        of torch.optim.Muon is accepted, since its entries have the same meaning. State of any other optimizer is
+        rejected.
 
         Raises:
             ValueError: The state dict does not match this optimizer. The optimizer is left unchanged.
@@ -760,9 +764,12 @@ class Muon(Core, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without objects that are valid only in one process: the plan, caches
-        and framework integrations. The state contains the ranks of the last vote, so that a copy, which has no plan,
-        can vote together with ranks that made no copy and still have their plan. Copies share process groups. A pickle
-        only identifies its process groups, and after unpickling, only the default process group can be used."""
+        and framework integrations. The state contains the ranks of the last vote. A copy has no plan, but it must vote
+        together with these ranks, which may still use the original optimizer and its plan.
+
+        A copy shares process groups with the original. A pickle only identifies its process groups, and after
+        unpickling, only the default process group can be used.
+        """
         own = {key: self.__dict__[key] for key in _OWN} | {"process_group": GroupRef.of(self.process_group)}
         state = super().__getstate__()
         groups = [{**g, **{key: GroupRef.of(g[key], key) for key in PLACE_OPTIONS}} for g in self.param_groups]

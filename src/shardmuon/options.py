@@ -1,7 +1,8 @@
 """Options of the whole optimizer and of parameter groups, and checks of their values. `Settings` is a frozen copy of a
-group's options that is rebuilt only when the options change. The functions of this module do not communicate.
+group's options, which is rebuilt only when the options change. The functions of this module do not communicate with
+other ranks.
 
-A learning rate can be a tensor. Every step reads the tensor's value to compare the learning rate between ranks. If the
+A learning rate can be a tensor. Every step reads the tensor's value, because ranks compare their learning rates. If the
 tensor is on an accelerator, this read waits for the accelerator.
 """
 
@@ -236,9 +237,9 @@ def lr_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
 
 
 def check_keys(where: str, given: Iterable[str], *, strict: bool) -> None:
-    """Raise ValueError if a key is a misspelled group option or an option that does not belong in a group. The message
-    starts with `where`. If `strict`, all keys must be group options; otherwise, unknown keys that do not resemble a
-    group option, such as a scheduler's keys, are allowed."""
+    """Raise ValueError if a key is a misspelled group option, or an option that does not belong in a group. If `strict`
+    is True, any key that is not a group option is an error. Otherwise, other keys (such as a scheduler's) are allowed
+    if they do not resemble a group option. The error message starts with `where`."""
     for key in given:
         if key in GROUP_OPTIONS or (key in _FOREIGN and not strict):
             continue
@@ -330,11 +331,10 @@ class Settings:
         coefficients: One triple (a, b, c) for each Newton-Schulz step.
         cautious: True if weight decay applies only to elements that the decay and the update change in the same
             direction.
-        stages: Computations (stages) that the group's variant of Muon adds to a step.
-        view: The options that define which matrices a parameter holds (`VIEW_DEFAULTS`).
-        batch: Printed form of the options that must be equal for all matrices of a batch, and on all ranks that share a
-            plan.
-        planned: Printed form of the options on which a plan depends: `batch`, `view`, and the group's process groups.
+        stages: Operations that the group's variant of Muon adds to a step.
+        view: Options that define which matrices a parameter contains (the keys of `VIEW_DEFAULTS`).
+        batch: String of the options that must be equal for all matrices of a batch, and on all ranks that share a plan.
+        planned: String of the options on which a plan depends: `batch`, `view`, and the group's process groups.
     """
 
     lr: float
@@ -425,10 +425,13 @@ class OptionsReader:
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the options of a saved group (`theirs`) into those of the optimizer's group (`mine`). The saved options
-    take precedence, with two exceptions. Process groups and names are not replaced, because saved groups have no
-    process groups, and saved names can contain prefixes of wrappers such as torch.compile. `variant` is not replaced if
-    the saved group has no variant, so that the missing state of the variant raises an error. Otherwise, the variant
-    would be dropped silently."""
+    take precedence, with two exceptions:
+
+    - Process groups and parameter names are not replaced. Saved groups have no process groups, and saved names can
+      contain prefixes of wrappers such as torch.compile.
+    - `variant` is not replaced if the saved group has no variant. Loading then raises an error, because the variant's
+      state is missing. If `variant` were replaced, it would be dropped silently.
+    """
     group = {**mine, **theirs, **{key: mine[key] for key in (*PLACE_OPTIONS, "param_names") if key in mine}}
     if mine.get("variant") is not None and group["variant"] is None:
         group["variant"] = mine["variant"]
@@ -437,17 +440,14 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Copy and check a parameter group that the user has passed. In the copy, parameters are in a list, process groups
-    are `GroupRef`s, and missing options have default values.
-
-    Args:
-        known: The groups that the optimizer already has.
-        param_group: The group as the user passed it.
-        defaults: The optimizer's defaults.
+    are `GroupRef`s, and options that the user has not set have default values. `known`: groups that the optimizer
+    already has.
 
     Raises:
         TypeError: The group is not a dict, its parameters are in a set, or a parameter is not a tensor or has an
             integer or complex dtype.
-        ValueError: An option or a parameter is invalid, or this rank is not in one of the process groups.
+        ValueError: An option or a parameter is invalid, or this rank does not belong to one of the group's process
+            groups.
     """
     if not isinstance(param_group, dict):
         raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")

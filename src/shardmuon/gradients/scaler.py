@@ -1,17 +1,21 @@
-"""Loss scaling for fp16 with sharded gradients: either all ranks skip a step or no rank does, and the scale is equal on
-all ranks.
+"""Loss scaling for fp16 with sharded gradients. All ranks use the same scale, and either all ranks skip a step or none
+does.
 
 [Note: what torch's scalers agree on]
-    torch.amp.GradScaler decides on each rank whether to call `optimizer.step()`. If one rank skips a step, the ranks
-    that do not skip it wait forever for that rank. If the scale drops on some ranks only, the next gradients are wrong.
-    With DTensors, torch (2.11 to 2.13) reduces `found_inf` over the mesh axes that shard the *first* gradient of each
-    dtype and device. The result is right if all parameters have the same sharding, but wrong if, for example, the
-    weight of a norm layer is replicated and comes before sharded weights. torch.amp.GradScaler also raises an error for
-    a mix of plain tensors and DTensors.
+    torch.amp.GradScaler decides on each rank separately whether to call `optimizer.step()`. If one rank skips a step,
+    the other ranks wait for it forever. If only some ranks lower the scale, the next gradients are wrong.
 
-    ShardedGradScaler reduces `found_inf` over a process group, but raises an error for such a mix as well. An optimizer
-    that decides by itself (`_step_supports_amp_scaling`) could make all ranks skip a step, but could not lower the
-    scale on ranks with finite gradients. In addition, frameworks refuse to clip gradients for such optimizers.
+    With DTensors, torch (2.11 to 2.13) reduces `found_inf` over the mesh axes that shard the *first* gradient of each
+    dtype and device. This is right if all parameters have the same sharding. It is wrong if, for example, the first
+    parameter is the replicated weight of a norm layer and later parameters are sharded. torch.amp.GradScaler also
+    raises an error if some gradients are plain tensors and others are DTensors.
+
+    torch's ShardedGradScaler reduces `found_inf` over a process group, but it also raises an error for plain tensors
+    mixed with DTensors.
+
+    An optimizer with the attribute `_step_supports_amp_scaling` decides itself whether to skip a step. Such an
+    optimizer could make all ranks skip the step, but could not lower the scale on ranks whose gradients are finite.
+    Frameworks also refuse to clip gradients for such optimizers.
 """
 
 from __future__ import annotations
@@ -31,27 +35,27 @@ from shardmuon.layout.engines.base import named_params
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Drop-in replacement for torch.amp.GradScaler that works with any layout and any optimizer.
+    """Drop-in replacement for torch.amp.GradScaler that works with any sharding and any optimizer.
 
     If any rank has an infinite or NaN gradient, `step` leaves weights, momentum and counters unchanged on all ranks,
     and `update` lowers the scale on all ranks. To clip gradients, call `unscale_`, then `shardmuon.clip_grad_norm_`,
-    then `step`. Scales that are powers of two (the default) do not change the bits of fp32 updates, unless a scaled
-    value underflows or overflows.
+    then `step`. With the default arguments, the scale is always a power of two. Such a scale does not change the bits
+    of fp32 updates, unless a scaled value underflows or overflows.
 
     Args:
         device: Device of the scale, "cuda" or "cpu".
         init_scale: Initial scale.
-        growth_factor: Factor by which the scale grows after `growth_interval` steps without an infinite or NaN
+        growth_factor: Factor by which the scale is multiplied after `growth_interval` steps without an infinite or NaN
             gradient.
         backoff_factor: Factor by which the scale is multiplied after a skipped step.
-        growth_interval: Number of successive steps without an infinite or NaN gradient before the scale grows.
+        growth_interval: Number of successive steps without an infinite or NaN gradient after which the scale grows.
         enabled: False disables scaling: `step` only calls `optimizer.step()`.
-        process_group: Group of the ranks that train one model together. All of these ranks must call `unscale_` or
-            `step`. Default: all ranks.
+        process_group: Group of the ranks that train one model together. All of these ranks must call `unscale_` and
+            `step` in the same order. Default: all ranks.
 
     Raises:
-        ValueError: Some rank has gradients that are fp16 or sparse. Raised by `unscale_` and `step`, on every rank.
-            Repeat the step from its forward pass, because other ranks may already have unscaled their gradients.
+        ValueError: Some rank has fp16 or sparse gradients. `unscale_` or `step` raises this error on every rank. Other
+            ranks may already have unscaled their gradients, so repeat the training step from its forward pass.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))

@@ -1,19 +1,18 @@
-"""The layout table of an optimizer's parameters, which the ranks build together: each rank reports which part of each
-parameter it stores, and all ranks compute the layouts from these reports.
+"""The layout table of an optimizer's parameters. Each rank reports which part of each parameter it stores, and all
+ranks compute the layouts from these reports.
 
 [Note: describing together]
-    A component is a set of ranks that are connected, directly or through other ranks, by shared parameters. Its ranks
-    build the table in three exchanges:
+    Ranks share a parameter if they store parts or replicas of it. A component is a set of ranks that are connected,
+    directly or through other ranks, by shared parameters. The ranks of a component build the table in three exchanges:
 
-    1. Each rank determines which ranks share its parameters, and sends these sets to all ranks of the component.
-    2. Each rank sends its claims, which describe the part of each parameter that it stores, and a digest of the data
-       that must be equal on all ranks that share a parameter. The layout of a parameter is a pure function of the
-       claims of the ranks that share it.
-    3. Ranks exchange and compare fingerprints of replicated parameters. The values of parameters without replicas are
-       not read.
+    1. Each rank determines which ranks share its parameters, and sends these sets of ranks to the whole component.
+    2. Each rank sends its claims and a digest. A claim describes the part of a parameter that the rank stores. The
+       digest is a hash of the data that must be equal on all ranks that share a parameter. The layout of a parameter
+       depends only on the claims of the ranks that share it.
+    3. Ranks exchange and compare fingerprints of replicated parameters. The values of other parameters are not read.
 
-    If a rank has an error, the error replaces the payload of the rank's next message, and all ranks raise it once they
-    have received the message.
+    If an error occurs on a rank, the rank's next message contains the error instead of the data. All ranks raise the
+    error once they have received the message.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class Listed(NamedTuple):
     Attributes:
         name: Name of the parameter in error messages.
         identity: Name that identifies the parameter on all ranks; "" if it has none.
-        param, group: The tensor and its parameter group.
-        view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the layout describes no
-            matrices, because the caller (such as gradient clipping) needs none.
+        param, group: The parameter, and its parameter group.
+        view: Keyword arguments of `matrix_view`, which define the matrices in the parameter. None if the caller needs
+            no matrices, as in gradient clipping.
         options: Text that lists the parameter's other options, such as its dtype. The text must be equal on all ranks
             that share the parameter.
     """
@@ -70,21 +69,20 @@ class _Described(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The layouts of an optimizer's parameters and the ranks that share them. Ranks that share a parameter have equal
-    layouts for this parameter.
+    """The layouts of an optimizer's parameters, and the sets of ranks that share them. All ranks that share a parameter
+    have the same layout for it.
 
     Attributes:
-        component: All ranks that built the table. Shared parameters connect these ranks, directly or through other
-            ranks.
+        component: The ranks that built the table together (see [Note: describing together]).
         params: This rank's parameters.
-        claims: For each parameter, this rank's description of the part that it stores.
+        claims: For each parameter, a description of the part that this rank stores.
         layouts: Layout of each parameter.
-        sets: Dict from each set of ranks to the indices of the parameters that exactly these ranks share. Small sets
-            come first.
+        sets: Dict from each set of ranks to the indices of the parameters that exactly these ranks share. Sets with
+            fewer ranks come first.
         stamps: Dict from each rank of the component to a string that identifies the rank's hardware and software.
         token: 16 bytes that identify this table, equal on all ranks of the component. The token is a hash of random
-            bytes that the ranks contribute. If two optimizers are otherwise identical, their tokens reveal that ranks
-            step them in different orders.
+            bytes from every rank, so it differs between optimizers that are otherwise identical. If ranks step two such
+            optimizers in different orders, the tokens show it.
     """
 
     component: Ranks
@@ -105,15 +103,15 @@ def union(groups: Collection[Ranks]) -> Ranks:
 
 
 def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """Find the grid of all ranks that share a tensor, for each `Ties` in `known`. (A `Ties` lists the ranks that share
-    the tensor as far as one rank knows them.) The ranks in a row of the grid store one replica of the tensor, and the
-    ranks in a column store the same part. The result is equal on all ranks.
+    """Arrange the ranks that share a tensor in a grid, for each `Ties` in `known`. (A `Ties` contains one row and one
+    column of the grid, which is all that a single rank knows.) The ranks in a row store one replica of the tensor, and
+    the ranks in a column store the same part. All ranks compute the same grids.
 
     Args:
-        known: Dict from a rank to the ties of the rank's tensors, for all ranks that are connected by shared tensors.
+        known: Dict from each rank to the `Ties` of its tensors, for all ranks that are connected by shared tensors.
 
     Raises:
-        Refused: The ties of some ranks do not fit together into a grid.
+        Refused: The `Ties` of some ranks do not form a grid.
     """
     found: dict[Ties, Grid] = {}
     for rank, of_rank in known.items():
@@ -182,9 +180,11 @@ def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
     """Find the ranks that share each parameter listed by `params`. Return a dict from each `Ties` to its sets of ranks.
-    The other ranks of these sets wait for this rank's message, so an error for one parameter does not stop the search:
-    the error is recorded in `fault`, and the parameter is left out. If `fault` contains an error afterwards, the search
-    is repeated once, because an interrupt can end a search early."""
+
+    An error for one parameter is recorded in `fault` and does not stop the search, because the ranks that share the
+    other parameters wait for this rank's message. If any error has been recorded, the search is repeated once, because
+    an interrupt may have ended it early.
+    """
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -207,19 +207,20 @@ def bind(
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
-    """Build the table of the layouts of an optimizer's parameters (see [Note: describing together]). Collective over
-    the component, which consists of all ranks that are connected, directly or through other ranks, by shared parameters
-    or by `beyond`.
+    """Build the layout table of an optimizer's parameters (see [Note: describing together]). Collective over the
+    component: all ranks that are connected, directly or through other ranks, by shared parameters or by the sets in
+    `beyond`.
 
     Args:
         listed: This rank's parameters.
         waiting: Function that returns the name, tensor and group of every parameter for which other ranks may be
-            waiting for this rank, including the listed ones. None: the listed parameters.
-        beyond: Further sets of ranks that must belong to the component. Each set contains this rank.
-        before: Component of the previous table; None: there is no previous table.
+            waiting for this rank, including all parameters in `listed`. Default: only the parameters in `listed`.
+        beyond: Additional sets of ranks that must belong to the component. Each set contains this rank.
+        before: Component of the previous table. None: there is no previous table.
         stamp: Text that identifies this rank's hardware and software.
-        fingerprint: Function that hashes a storage to 64 bits, to compare replicas. None: replicas are not compared.
-        fault: Record of an error that has already occurred on this rank, if any.
+        fingerprint: Function that hashes a parameter's local storage to 64 bits, to compare replicas. None: replicas
+            are not compared.
+        fault: Record of this rank's first error before this call. None: no error has occurred.
 
     Raises:
         Refused: A rank has an error, or the reports of ranks contradict each other. Every rank of the component raises
@@ -277,10 +278,9 @@ def _line(one: _Described, compared: bool) -> str:
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    """Make the error message for ranks that describe their shared parameters differently. The message compares the
-    first rank with the first other rank whose list of parameters differs. If one list is longer, the message names a
-    parameter that the shorter list lacks. Otherwise, it shows how the two ranks describe the first parameter on which
-    they disagree, without the properties on which they agree."""
+    """Make the error message for ranks that list different parameters or describe a parameter differently. The message
+    compares the first rank with one rank whose list differs. It shows a parameter that is missing from the shorter list
+    or, if the lists have equal lengths, the first difference."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):
@@ -378,13 +378,13 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
 
 
 class TableCall(Call[_K]):
-    """A collective call, such as an optimizer step, that needs the layouts of parameters. If no valid binding is
-    cached, the ranks build a new layout table, and the method `made` derives a binding from the table. A binding is the
-    data that later calls reuse.
+    """Base class of collective calls that need the layouts of parameters, such as an optimizer step. The data that a
+    call derives from the layouts is called its binding, and is cached for later calls. If no valid binding is cached,
+    the ranks build a new layout table, and the method `made` derives a new binding from it.
 
     Attributes:
-        beyond: Ranks that must take part in the call even if they share no parameter with this rank; None if there are
-            no such ranks.
+        beyond: Ranks that must take part in the call even if they share no parameter with this rank. None: there are no
+            such ranks.
         stamp, fingerprint: Arguments with which `bind` is called to build a new table.
     """
 

@@ -1,34 +1,38 @@
-"""Pure functions that compute which pieces of a tensor each rank stores, given mesh placements, the cut of a
-tensor-parallel group, or ranges of flattened elements.
+"""Pure functions that compute which pieces of a tensor each rank stores, from the tensor's placements on a mesh or from
+a tensor-parallel cut.
 
 [Note: order of cuts]
-    Placements are listed in the order of the mesh axes. If several axes cut the same tensor dim, the order of the cuts
-    can differ from the order of this list. Plain shards cut in axis order. A strided shard with split factor s means
-    that the dim was already cut into s shards before the strided shard's axis cut the dim: `fully_shard` on top of
-    tensor parallelism gives mesh (dp, tp) and placements (_StridedShard(0, 2), Shard(0)), where tp cuts first and dp
-    cuts each tp shard. Torch's own offset helper and `distribute_tensor` read these placements from left to right. If
-    sizes do not divide evenly, the rows that these two functions find differ from the rows that `fully_shard` stores.
-    This module computes the rows that `fully_shard` stores. If a rank's storage does not have the computed shape, an
-    error is raised.
+    Placements are listed in the order of the mesh axes. If several axes shard the same tensor dim, they may have cut it
+    in a different order. Axes with plain shards cut the dim in the listed order. A strided shard with split factor s
+    means that the dim had already been cut into s shards before the strided shard's axis cut it. For example,
+    `fully_shard` on top of tensor parallelism gives mesh (dp, tp) and placements (_StridedShard(0, 2), Shard(0)). Here,
+    tp cuts first, and dp then cuts each tp shard.
+
+    Torch's own offset helper and `distribute_tensor` apply these placements from left to right. If sizes do not divide
+    evenly, the rows that they compute for a rank differ from the rows that `fully_shard` stores there. This module
+    computes the rows that `fully_shard` stores. An error is raised if a rank's storage does not have the computed
+    shape.
 
 [Note: lone strided shard]
     A strided shard is the only shard of its dim if the axis that cut the dim first has been gathered. With split factor
-    s, the dim is then divided into s parts, the axis of the strided shard cuts each part, and a rank stores its share
-    of every part. With 8 rows in 2 parts on 2 ranks, the first rank stores rows {0, 1, 4, 5}, not rows 0 to 3. The
-    storage of a rank then contains several pieces, one after the other.
+    s, the dim then consists of s parts. The axis of the strided shard cuts each part, and a rank stores its share of
+    every part. For example, with 8 rows in 2 parts on 2 ranks, the first rank stores rows 0, 1, 4 and 5, not rows 0 to
+    3. Its storage then contains two pieces, one after the other.
 
 [Note: stride]
-    A stride of s means that the dim is first cut into s equal blocks (for example the gate and up projections, fused in
-    one weight), and that each shard stores its share of every block, one after the other. Megatron and
-    TransformerEngine call the stride `partition_stride`.
+    A stride of s means that the dim consists of s equal blocks, for example a gate and an up projection fused into one
+    weight. Each shard stores its share of every block, one after the other. Megatron and TransformerEngine call the
+    stride `partition_stride`.
 
 [Note: placement of stage state]
-    Some post-processing stages of Muon variants, such as NorMuon's, store values for each matrix between steps ([Note:
-    state of stages] in variants.py). For each parameter, these values form a 2-D state tensor, with one row per index
-    of dim 0 for a stack of matrices, and a single row for any other parameter. The state tensor is replicated on every
-    rank that shares the parameter, including ranks that store no part of the parameter, because torch's checkpoints
-    read replicated tensors from any rank. The exception is a stack of matrices (experts) that a mesh shards along dim
-    0: each rank then stores the values of its own matrices, and the state tensor is placed like the parameter.
+    Some variants of Muon, such as NorMuon, store values for each matrix between steps ([Note: state of stages] in
+    variants.py). The values of a parameter form a 2-D state tensor. For a stack of matrices, it has one row per index
+    of dim 0. For any other parameter, it has a single row.
+
+    The state tensor is replicated on every rank that shares the parameter, including ranks that store no part of the
+    parameter, because torch's checkpoints read replicated tensors from any rank. The exception is a stack of matrices
+    (experts) that a mesh shards along dim 0. Each rank then stores the values of its own matrices, and the state tensor
+    is placed like the parameter.
 """
 
 from __future__ import annotations
@@ -84,8 +88,8 @@ class OnMesh(NamedTuple):
 
     def kept(self, layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
         """Make the layout of a state tensor that contains `sizes[i]` values for matrix i of a parameter on this mesh. A
-        post-processing stage of a Muon variant (such as NorMuon's) stores these values between steps ([Note: placement
-        of stage state]). `layout`: layout of the parameter."""
+        variant of Muon, such as NorMuon, stores these values between steps ([Note: placement of stage state]).
+        `layout`: layout of the parameter."""
         view, is_stack = layout.view.kept(sizes), layout.view.num_row_dims == 2
         # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate the state
         # tensor.
@@ -97,8 +101,7 @@ class OnMesh(NamedTuple):
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> Sequence[tuple[int, int]]:
     """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim ([Note:
     order of cuts]). The input is in the order of the mesh axes, and its split factors count all shards made by earlier
-    cuts, including cuts by axes later in the list. In the result, a split factor counts only shards made by axes that
-    are not in the list."""
+    cuts. In the result, a split factor counts only shards made by axes that are not in the list."""
     ordered: list[tuple[int, int]] = []
     for axis, factor in reversed(listed):
         before, position = 1, 0
@@ -183,12 +186,12 @@ class Cut(NamedTuple):
 
         Args:
             shape: Shape of the whole tensor.
-            part, num_parts: Index of the part, and number of parts. The parts have the same sizes as in `torch.chunk`.
-            rows: Indices along dim 0 of the part.
+            part, num_parts: Index of the part, and number of parts. The sizes of the parts are those of `torch.chunk`.
+            rows: Range of indices along dim 0 of the part.
 
         Raises:
-            ValueError: The size of the part is not divisible by the stride. The message does not contain the
-                parameter's name.
+            ValueError: The size of a part is not divisible by the stride. The message does not contain the parameter's
+                name.
         """
         num = shape[self.dim]
         step = -(-num // num_parts)

@@ -1,11 +1,13 @@
-"""Layouts of parameters: the pieces of a tensor that each rank stores, and the tiles into which a piece is divided, so
-that each tile belongs to a single matrix. Pure index arithmetic.
+"""Layouts of parameters. A layout states which pieces of a tensor each rank stores. A piece is divided into tiles, each
+of which belongs to a single matrix. Pure index arithmetic.
 
 [Note: two addresses]
-    A tile is a box of the tensor's index space, in which at most one dim is split in two (see views.py). So a tile has
-    strides both in the storage of its rank and in its matrix, and a single copy between two strided views moves the
-    tile from one to the other. All ranks know the boxes of all tiles. Only the rank that stores a tile knows the
-    strides of its own storage. These strides can change from step to step, so they are read at each access.
+    A tile is a box of indices of the tensor. (If blocks repeat along a dim of the tensor, the dim is first unflattened
+    into two dims, see views.py.) Such a box can be addressed by strides, both in the storage of its rank and in its
+    matrix. A single copy between two strided views therefore moves a tile from one to the other.
+
+    All ranks know the boxes of all tiles. Only the rank that stores a tile knows the strides of its own storage. These
+    strides can change from step to step, so they are read at each access.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ Piece = Box | FlatRange
 
 
 class Held(NamedTuple):
-    """A piece of a tensor and its location in a rank's storage. Pieces have no holes: if rows are distributed
-    round-robin, each row is a separate piece and needs a separate copy.
+    """A piece of a tensor and its location in a rank's storage. Pieces have no gaps: if rows are distributed
+    round-robin, each row is a separate piece and is copied separately.
 
     Attributes:
         piece: Elements of the tensor.
@@ -81,8 +83,8 @@ class Patch(NamedTuple):
         matrix: Index of the matrix in its parameter.
         sizes: Shape of the view.
         row, col: Row and column of the first element.
-        rows, cols: For each dim of the view, the number of matrix rows (`rows`) and of matrix columns (`cols`) between
-            neighboring elements. Because a dim steps through either rows or columns, one of the two numbers is 0.
+        rows, cols: Distance between neighboring elements along each dim of the view, as a number of matrix rows
+            (`rows`) and of matrix columns (`cols`). One of the two numbers is 0.
     """
 
     matrix: int
@@ -105,8 +107,8 @@ class Patch(NamedTuple):
 
     def slabs(self, limit: int, num_dims: int) -> Iterator[tuple[tuple[int, int, int], Patch]]:
         """Split the patch into slabs along one dim: the first dim with a size above 1 among the first `num_dims` dims.
-        A slab has at most `limit` elements, unless a single index of the dim already has more. Yield ((dim, start,
-        size), slab); dim, start and size are the arguments with which `Tensor.narrow` selects the slab."""
+        A slab has at most `limit` elements. If a single index of the dim has more elements, a slab consists of one
+        index. Yield ((dim, start, size), slab), where `Tensor.narrow(dim, start, size)` selects the slab."""
         dim = next((d for d, size in enumerate(self.sizes[:num_dims]) if size > 1), 0)
         size = self.sizes[dim]
         step = max(1, limit * size // max(1, math.prod(self.sizes)))
@@ -118,8 +120,9 @@ class Patch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Elements that one matrix and one rank's piece of a tensor have in common. These elements form a box of the fine
-    index space, which is the tensor's index space with at most one dim split in two.
+    """The elements that a matrix has in common with a piece of the tensor that one rank stores. They form a box of
+    indices of the tensor. (If blocks repeat along a dim of the tensor, the dim is first unflattened into two dims, see
+    [Note: the fine index space] in views.py.)
 
     Attributes:
         matrix: Index of the matrix in the tensor's `MatrixView`.
@@ -225,11 +228,11 @@ def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
 
 
 def _check_partition(shape: Ints, pieces: Iterable[Piece]) -> None:
-    """Raise ValueError if the pieces leave a gap in the tensor, overlap or extend beyond its bounds. Equal pieces are
-    replicas and do not count as overlap.
+    """Raise ValueError if the pieces leave a gap in the tensor, overlap, or extend beyond the tensor's bounds. Equal
+    pieces are replicas and do not count as overlap.
 
-    The edges of all boxes together divide the tensor into cells, and exactly one box must cover each cell. Comparing
-    only the total size of the boxes with the size of the tensor would miss a gap and an overlap of equal size.
+    The edges of all boxes divide the tensor into cells, and exactly one box must cover each cell. Checking only the
+    total size of the boxes would miss a gap and an overlap of equal size.
     """
     distinct = {piece for piece in pieces if piece.numel}
     space, words = shape, f"shape {shape}"
@@ -266,12 +269,13 @@ class ParamLayout:
     with equal layouts share one object.
 
     Attributes:
-        view: The tensor's matrices and its global shape.
+        view: The tensor's global shape and matrices.
         ranks: All ranks that share the tensor, including ranks that store no part of it.
-        held: For each rank of `ranks`, in the same order: the pieces that the rank stores.
+        held: For each rank in `ranks`, the pieces that the rank stores.
 
     Raises:
-        ValueError: The distinct pieces are out of bounds, overlap or leave a gap.
+        ValueError: The pieces are out of bounds, overlap or leave a gap. (Equal pieces are replicas and do not count as
+            overlap.)
     """
 
     view: MatrixView
@@ -358,9 +362,9 @@ class ParamLayout:
         return any(len(ranks) > 1 for ranks in self.keepers.values())
 
     def source(self, piece: Piece, owner: int) -> int:
-        """Choose the rank with which `owner` (the rank that orthogonalizes the matrix) exchanges a piece. The chosen
-        rank sends the piece to the owner and receives the result. If the owner stores the piece, the owner itself is
-        chosen. Otherwise, the choice is the rank in the owner's replica that stores the piece."""
+        """Choose the rank that sends a piece to `owner` (the rank that orthogonalizes the matrix) and receives the
+        result. If the owner stores the piece itself, return the owner. Otherwise, return the rank in the owner's
+        replica that stores the piece."""
         ranks = self.keepers[piece]
         return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
 

@@ -1,12 +1,17 @@
-"""Views, which describe the matrices in a tensor as boxes of the tensor's index space. Pure integer arithmetic.
+"""Views describe each matrix in a tensor as a box of indices. Pure integer arithmetic.
 
 [Note: the fine index space]
-    A plain weight holds one matrix, a stack of experts holds many, a fused projection holds several blocks of rows or
-    columns, and a convolution kernel is flattened to one matrix. Any of these can also be stored transposed. One
-    representation covers all cases: at most one dim of the tensor is split into two dims, (index of the repeat, index
-    within the repeat). In this fine index space, every matrix is a box, and each dim has one stride in the row-major
-    matrix. So the part of a matrix that a rank stores also consists of boxes, each of which has strides in the storage
-    and strides in the matrix that can be passed to `Tensor.as_strided`.
+    A plain weight contains one matrix, and a stack of experts contains many. A fused projection contains several blocks
+    of rows or columns. A convolution kernel is flattened to one matrix. Any of these tensors can also be stored
+    transposed.
+
+    One representation covers all cases. If the blocks of a fused projection repeat along a dim, this dim is replaced
+    with two dims, as by `Tensor.unflatten`: the index of the repeat, and the index within the repeat. The other dims
+    stay unchanged. The indices of the resulting dims are called the fine index space. In this space, every matrix is a
+    box, and each dim has one stride in the row-major matrix.
+
+    So the part of a matrix that a rank stores also consists of boxes. Each of them has strides in the storage and
+    strides in the matrix, both of which can be passed to `Tensor.as_strided`.
 """
 
 from __future__ import annotations
@@ -28,13 +33,14 @@ def row_major(sizes: Sequence[int]) -> Ints:
 
 
 class _Matrix(NamedTuple):
-    """Part of a tensor that is orthogonalized as one matrix. The part is a box of the fine index space, that is, of the
-    tensor's index space with at most one dim split in two.
+    """Part of a tensor that is orthogonalized as one matrix. This part is a box of indices of the tensor. (If blocks
+    repeat along a dim of the tensor, the dim is first replaced with two dims, as by `Tensor.unflatten`, see [Note: the
+    fine index space].)
 
     Attributes:
         rows, cols: Shape of the matrix.
         start, sizes: First index and sizes of the box.
-        strides: Stride of each dim of the fine index space in the row-major matrix, in elements.
+        strides: Stride of each dim of the box in the row-major matrix, in elements.
     """
 
     rows: int
@@ -50,10 +56,12 @@ class MatrixView:
 
     Attributes:
         shape: Shape of the whole tensor.
-        fine: Sizes of the dims after the split ([Note: the fine index space]).
-        split_dim: Dim of `shape` that is split in two in `fine`; -1: no dim is split, and `fine` equals `shape`.
+        fine: Shape of the tensor after dim `split_dim` has been replaced with two dims, as by `Tensor.unflatten`
+            ([Note: the fine index space]).
+        split_dim: Dim of `shape` that is replaced with two dims in `fine`; -1 if `fine` equals `shape`.
         matrices: The matrices of the tensor. A matrix is identified by its index in this tuple.
-        num_row_dims: Number of leading dims of `shape` that index stored rows: 2 for a stack, else 1.
+        num_row_dims: Number of leading dims of `shape` that index rows of the stored tensor: 2 for a stack of matrices,
+            else 1.
     """
 
     shape: Ints
@@ -103,20 +111,22 @@ def matrix_view(
 
     Args:
         shape: Global shape of the tensor.
-        view: "auto" reads a 2-D tensor as one matrix and flattens 4-D and 5-D convolution kernels to (out, in*k...).
-            "stack" reads a 3-D (E, M, N) tensor as E matrices of M x N (experts). "flatten" reads any tensor of two or
-            more dims as one (shape[0], rest) matrix. A 3-D tensor needs "stack" or "flatten", because its shape does
-            not distinguish a stack of experts from the kernel of a 1-D convolution.
-        split_sizes: Row counts of blocks that are separate matrices (fused q, k, v; gate and up). In a stack, each
-            matrix is split in this way. An int is the number of equal blocks (for example one per head).
-        split_groups: Number of repeats of `split_sizes` along the rows; the j-th blocks of all repeats together form
-            one matrix. For grouped-query attention that is stored as query groups of (q, k, v) rows, set `split_groups`
-            to the number of query groups and `split_sizes` to the numbers of q, k and v rows of a group.
-        transposed: True if the tensor stores the transpose (inputs first, as in `x @ W`). Matrices are then transposed
-            when read, and `split_sizes` and `split_groups` split stored columns instead of stored rows.
+        view: How the tensor is divided into matrices. "auto": a 2-D tensor is one matrix, and a 4-D or 5-D convolution
+            kernel is flattened to (out, in*k...). "stack": a 3-D tensor (E, M, N) contains E matrices of M x N
+            (experts). "flatten": a tensor with two or more dims is flattened to one matrix (shape[0], rest). A 3-D
+            tensor needs "stack" or "flatten", because its shape does not show whether it is a stack of experts or the
+            kernel of a 1-D convolution.
+        split_sizes: Row counts of blocks that are separate matrices, such as fused q, k, v or gate and up. In a stack,
+            each matrix is split in this way. An int is the number of equal blocks, for example one per head.
+        split_groups: Number of times that the blocks of `split_sizes` repeat along the rows. The j-th blocks of all
+            repeats together form one matrix. Example: grouped-query attention stores q, k and v rows for each query
+            group. Then `split_groups` is the number of query groups, and `split_sizes` contains the numbers of q, k and
+            v rows of one group.
+        transposed: True if the tensor stores the transposed matrix, with inputs first, as in `x @ W`. Matrices are then
+            transposed when they are read, and `split_sizes` and `split_groups` refer to stored columns instead of rows.
 
     Returns:
-        The view, with matrices that cover every element exactly once.
+        The view. Its matrices together cover every element exactly once.
 
     Raises:
         ValueError: The options do not fit the shape.
@@ -181,9 +191,9 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
 
 
 def _matrix(start: Ints, sizes: Ints, num_row_dims: int, transposed: bool) -> _Matrix:
-    """Make the `_Matrix` that consists of one box of the fine index space. The first `num_row_dims` dims of the box
-    step through the rows of the stored tensor, and the other dims through its columns. If `transposed` is True, the
-    stored columns are the rows of the matrix."""
+    """Make the `_Matrix` that consists of one box of indices of the tensor. The first `num_row_dims` dims of the box
+    index rows of the stored tensor, and the other dims index columns. If `transposed` is True, the columns of the
+    stored tensor are the rows of the matrix."""
     rows, cols = sizes[:num_row_dims], sizes[num_row_dims:]
     if not transposed:
         return _Matrix(math.prod(rows), math.prod(cols), start, sizes, row_major(sizes))

@@ -32,17 +32,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of AdamW's optimizer state, in addit
 
 
 class Keeper:
-    """An optimizer's settings for stored momentum and for rounding, with methods that create, convert and check stored
-    momentum.
+    """Creates, converts and checks an optimizer's stored momentum, and records how momentum and weights are rounded.
 
     Args:
-        dtype: Dtype of stored momentum: None (dtype of the gradient), torch.float32, torch.bfloat16 or "int8".
-        device: Device of stored momentum: None (device of the parameter) or "cpu".
+        dtype: Dtype of stored momentum: torch.float32, torch.bfloat16 or "int8"; None for the gradient's dtype.
+        device: Device of stored momentum: "cpu", or None for the parameter's device.
         rounds_weights: True if bf16 weights are rounded stochastically.
 
     Attributes:
-        rounds: True if momentum or weights are rounded stochastically. In this case, steps are counted, and ranks must
-            agree on parameter names, because a parameter's random bits depend on its name and on the step.
+        rounds: True if momentum or weights are rounded stochastically. The random bits for a parameter depend on its
+            name and on the step. So steps are counted, and ranks must agree on parameter names.
         as_computed: True if momentum is stored on the device where it is computed, without stochastic rounding.
     """
 
@@ -67,9 +66,9 @@ class Keeper:
     # -------------------------------------------------------------------------------------------------- state
 
     def is_kept(self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0) -> bool:
-        """True if a parameter's state can be used without changes: it contains only the momentum (and the state of the
-        Muon variant), and the momentum has the dtype and the device of the gradient. The result is True in nearly every
-        step. If it is False, the caller must call `fit`.
+        """True if a parameter's state can be used without changes: it contains only the momentum and the state of the
+        Muon variant, and the momentum has the gradient's dtype and device. Always False if `as_computed` is False. If
+        the result is False, the caller must call `fit`.
 
         Args:
             state: State of the parameter.

@@ -4,22 +4,25 @@
     The random bits of an element depend only on the parameter, the purpose (momentum or weights), the step and the
     element's position in its matrix. There is no generator state, and the bits do not depend on device or layout.
     Therefore replicas round in the same way, all shardings use the same bits, and a resumed run uses the same bits as
-    an uninterrupted run. The generator is SplitMix64 (Steele, Lea and Flood 2014,
-    https://doi.org/10.1145/2714064.2660195), used with a counter, so that output i depends only on the key and i. An
-    output has 64 bits, 16 for each of four neighboring elements of a row.
+    an uninterrupted run.
+
+    The generator is SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2714064.2660195). It is used with a
+    counter: output i depends only on the key and i. An output has 64 bits, 16 for each of four neighboring elements of
+    a row.
 
 [Note: rounding of the momentum]
-    With gradient G and momentum coefficient mu, a step moves the momentum B by (1 - mu)(G - B), often by less than the
-    spacing of numbers in the storage dtype. Rounding to nearest loses such steps: with bf16 and mu = 0.95, B stops 4%
-    to 8% short of a constant gradient. Stochastic rounding loses nothing on average, but where steps are large, as they
-    are in training, it is sqrt(2) times noisier than rounding to nearest. Therefore an element is rounded
-    stochastically if the step moves it by less than the spacing at its value, and to nearest otherwise.
+    With gradient G and momentum coefficient mu, a step changes the momentum B by (1 - mu)(G - B). This change is often
+    smaller than the spacing of numbers in the storage dtype. Rounding to nearest then loses the change: with bf16 and
+    mu = 0.95, B stops 4% to 8% short of a constant gradient. Stochastic rounding does not lose such changes on average,
+    but its RMS error is sqrt(2) times as large as that of rounding to nearest. Therefore an element is rounded
+    stochastically if the step changes it by less than the spacing at its value, and to nearest otherwise.
 
 [Note: 8-bit codes]
     A block has 128 consecutive elements of a row and one fp32 scale, the largest magnitude in the block. Code k, from
-    -127 to 127, stands for sign(k) (k / 127)**2 * scale. Near zero, where most elements are, these codes are finer than
-    equidistant codes. Blocks start at multiples of 128 columns of the logical tensor, so codes do not depend on the
-    layout as long as no shard begins or ends inside a block. A block with a NaN or Inf decodes to NaN.
+    -127 to 127, represents the value sign(k) (k / 127)**2 * scale. These values are denser near zero, where most
+    elements are, than equidistant values would be. Blocks start at multiples of 128 columns of the logical tensor. So
+    codes do not depend on the layout, unless a shard begins or ends inside a block. A block with a NaN or Inf decodes
+    to NaN.
 """
 
 from __future__ import annotations
@@ -66,8 +69,8 @@ class Stream:
             identity: The parameter's name, the same on all ranks.
             purpose: "momentum" or "weights".
             step: Number of the step, counted from 1.
-            cols: Number of columns of the parameter's widest matrix. This number is not part of the hash, but
-                determines which counters of the random number generator each row uses.
+            cols: Number of columns of the parameter's widest matrix. This number is not hashed, but it determines which
+                counters of the random number generator each row uses.
         """
         text = repr((0, identity, purpose, step))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -107,10 +110,9 @@ class Rounding(NamedTuple):
     """The random bits and scales for rounding one parameter's momentum and weights in one step.
 
     Attributes:
-        momentum: Random bits for momentum that is stored in bf16 or as 8-bit codes. None: momentum is stored as
-            computed.
+        momentum: Source of random bits for momentum in bf16 or 8-bit codes. None: momentum is stored as computed.
         scales: Scales of 8-bit codes; None in other formats.
-        weights: Random bits for bf16 weights. None: weights are rounded to nearest.
+        weights: Source of random bits for bf16 weights. None: weights are rounded to nearest.
     """
 
     momentum: Stream | None = None
@@ -165,8 +167,8 @@ def step_stored_(
     """Update stored momentum by one step, computed in fp32 as in `shardmuon.step.update.momentum_`. See [Note: rounding
     of the momentum] and [Note: 8-bit codes].
 
-    The dims of codes are row dims followed by column dims. The dims of scales are the same row dims followed by one dim
-    that indexes blocks.
+    The dims of the 8-bit codes are row dims followed by column dims. The dims of the scales are the same row dims,
+    followed by one dim that indexes blocks.
     """
     is_coded = len(stored) > 1
     num_dims = stored[-1].dim() - is_coded

@@ -1,76 +1,97 @@
 """Orthogonalization methods behind one function, `orthogonalize`: (B, m, n) -> (B, m, n).
 
 [Note: equal bits in batches]
-    By themselves, torch's batched products are not batch-invariant: the bits of one matrix's product can change with
-    the rest of the batch. BLAS sums unaligned memory in a different order than aligned memory, `bmm` and `mm` give
-    different bits in products of fewer than 400 multiplications, and a library can choose its kernel by the number of
-    matrices. So the batch size depends only on the shape of the matrices and the kind of device, and the last batch is
-    padded with zero matrices. In every operand, result and scratch tensor, each matrix has a slot, a separate memory
-    range that starts at a multiple of 64 bytes. Matrices whose batch size is 1 always use 2-D products. On an AVX2 CPU,
-    over 26 shapes, batches of 1 to 32 matrices and four dtypes, none of 54,912 products in aligned slots changed its
-    bits; products of packed matrices did change in fp32 and fp64. `shardmuon.testing.slots` searches for such changes
-    on any device.
+    torch's batched products are not batch-invariant by themselves: the bits of one matrix's product can change with the
+    rest of the batch. There are several causes. BLAS sums unaligned memory in a different order than aligned memory.
+    `bmm` and `mm` give different bits in products of fewer than 400 multiplications. A library can choose its kernel by
+    the number of matrices.
+
+    So the batch size depends only on the shape of the matrices and the kind of device, and the last batch is padded
+    with zero matrices. In every operand, result and scratch tensor, each matrix has a slot, a separate memory range
+    that starts at a multiple of 64 bytes. If the batch size for a shape is 1, products are always 2-D.
+
+    This was tested on an AVX2 CPU, with 26 shapes, batches of 1 to 32 matrices and four dtypes. None of 54,912 products
+    in slots changed its bits, whereas products of packed matrices did change in fp32 and fp64.
+    `shardmuon.testing.slots` searches for such changes on any device.
 
 [Note: emulated half precision]
     A CPU without bf16 (or fp16) instructions multiplies bf16 (fp16) matrices 10 to 80 times slower than fp32 matrices.
-    On these CPUs, products run in fp32, on operands rounded to the half-precision dtype, and every result is rounded to
-    this dtype. Tensor cores round at the same points (operands in half precision, sums in fp32, result rounded once),
-    so errors measured with emulation hold for tensor cores too.
+    On such a CPU, operands are rounded to the half-precision dtype, products run in fp32, and every result is rounded
+    to the half-precision dtype. Tensor cores round at the same points: operands are in half precision, sums are in
+    fp32, and the result is rounded once. So errors measured with emulation hold for tensor cores too.
 
 [Note: number of blocks]
-    On CPUs, the lower half of a symmetric product is computed in row blocks, and the upper half is copied from it. Four
-    blocks need 62% of the arithmetic of the whole product. In general, b blocks compute (b + 1) / 2b of a product, and
-    each block has an overhead c of some 50 us for calls, mirroring and smaller products. If the whole product takes
-    time t, the total time t (b + 1) / 2b + b c is shortest at b = sqrt(t / 2c). So b is the square root of a ratio: the
-    FLOPs of the product, divided by the FLOPs that the CPU executes in time 2c. The overheads were fitted to measured
-    times of products from 128x128 to 512x2048 in fp32 and bf16, on one AVX512-BF16 CPU that also ran other programs.
-    AMX was not measured: its overhead assumes four times AVX512's bf16 rate. Accelerators compute the whole product,
-    since many small calls would take more time than they save.
+    On CPUs, the lower half of a symmetric product is computed in row blocks, and the upper half is copied from it. With
+    b blocks, this takes (b + 1) / 2b of the arithmetic of the whole product, which is 62% for four blocks. Each block
+    has an overhead c of about 50 us for function calls, for copying to the upper half, and because smaller products are
+    less efficient.
+
+    If the whole product takes time t, the total time t (b + 1) / 2b + b c is shortest at b = sqrt(t / 2c). To compute
+    b, the ratio t / 2c is expressed in FLOPs: the FLOPs of the product, divided by the FLOPs that the CPU executes in
+    time 2c.
+
+    The overheads were fitted to measured times of products from 128x128 to 512x2048 in fp32 and bf16. The measurements
+    ran on one AVX512-BF16 CPU, at the same time as other programs. AMX was not measured: its overhead assumes four
+    times AVX512's bf16 rate. Accelerators compute the whole product, since many small calls would take more time than
+    they save.
 
 [Note: the norm at any scale]
-    Squares of entries near 1e-30 or 1e30 underflow or overflow fp32. (Casting to fp16 first, as one other library does,
-    loses all entries below 1e-7.) On CPUs, the size of the plain fp32 norm shows whether a square may have underflowed
-    or overflowed. Only then is each matrix divided by the power of two next to its largest entry, and the norm is
-    computed again. If the first norm was right, this division does not change the bits of the result. On CUDA, squares
-    are summed in fp64, which can represent the square of every fp32 number, so the host need not wait for the norm.
-    On other devices, matrices are always divided by the power of two.
+    In fp32, the squares of entries near 1e-30 underflow, and the squares of entries near 1e30 overflow. (Another
+    library casts to fp16 first, which loses all entries below 1e-7.)
+
+    On CPUs, the norm is first computed in fp32. The size of this norm shows whether a square may have underflowed or
+    overflowed. Only then is each matrix divided by the power of two next to its largest entry, and the norm is computed
+    again. If the first norm was right, this division does not change the bits of the result.
+
+    On CUDA, squares are summed in fp64, which can represent the square of every fp32 number. The CPU therefore need not
+    wait for the norm. On other devices, matrices are always divided by the power of two.
 
 [Note: the order of a norm]
-    On CPUs, elements are summed in the row-major order of the whole matrix, in chunks of 2^14, and the norms of the
-    chunks are combined in fp64. So the bits of a norm do not depend on the matrix's place in a batch, on the other
-    matrices or on the number of threads. The norm is exact to 1e-7, whereas a single fp32 sum over 2048 x 8192 elements
-    is off by 6e-4. On accelerators, torch's foreach norm sums each matrix separately. (On CUDA, it sums fp32 and
-    narrower dtypes in fp64.)
+    On CPUs, the elements of a matrix are summed in row-major order, in chunks of 2^14, and the norms of the chunks are
+    combined in fp64. So the bits of a norm do not depend on the matrix's place in a batch, on the other matrices or on
+    the number of threads. The relative error of the norm is 1e-7, whereas that of a single fp32 sum over 2048 x 8192
+    elements is 6e-4.
+
+    On accelerators, torch's foreach norm sums each matrix separately. On CUDA, it sums fp32 and narrower dtypes in
+    fp64.
 
 [Note: the Gram form]
-    One Newton-Schulz step replaces X with (a I + b R + c R^2) X, where R = X X^T (m x m). So the result of all steps is
-    Q X_0, where X_0 is the initial X, R_0 = X_0 X_0^T, and Q is a polynomial in R_0. The Gram form therefore iterates
-    the m x m matrices Q and R, and multiplies Q by X_0 once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k
-    steps, it needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products. The standard
-    form needs 2 k m x m x n products and k symmetric m x m x m products.
+    One Newton-Schulz step replaces the m x n matrix X with (a I + b R + c R^2) X, where R = X X^T is an m x m matrix.
+    So the result of all steps is Q X_0, where X_0 is the initial X, and Q is a polynomial in R_0 = X_0 X_0^T. The Gram
+    form therefore iterates the m x m matrices Q and R, and multiplies Q by X_0 once at the end (Dao-AILab, Gram
+    Newton-Schulz, 2026).
+
+    For k steps, the Gram form needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m
+    products. The standard form needs 2 k m x m x n products and k symmetric m x m x m products.
 
 [Note: restarts]
-    Rounding errors give R small negative eigenvalues, which the exact R does not have. Each step multiplies these
-    eigenvalues by at least a^2. A whole schedule multiplies them by the square of its slope, the product of all
-    coefficients a: 485^2 for torch's five steps, 6363^2 for eight steps of Polar Express. A restart recomputes R, so
-    that only the slope since the restart counts. The iteration restarts before a step that would raise this slope above
-    `_MOST_SLOPE`, which keeps errors close to those of the standard form (docs/adr/0043-restarts-by-slope.md). There
-    are two kinds of restart:
-    - A restart from X computes X <- Q X and R <- X X^T. It takes 3 m^2 n multiplications, if symmetric products are
-      counted half.
-    - A local restart computes R <- Q R_0 Q, where R_0 was stored in fp32. It takes 6 m^3 multiplications in split half
-      precision, which is cheaper from n = 7/3 m on. It does not need X, so it needs no communication if the columns of
-      X are spread over ranks. It is used only in fp16 and only for schedules with a single restart, because each local
-      restart rounds the product of the factors Q. (Error after eight steps of Polar Express on log-spaced singular
-      values: 0.018 with restarts from X, 0.023 with local restarts.) In fp32, a local restart would bring back the
-      rounding errors of R_0, so it would gain nothing.
-    Products in bf16 are not allowed in the Gram form: with 8 bits, the errors are 0.2 to 2 even with restarts, and 1e5
-    without restarts if singular values follow a power law. The standard form in bf16 stays within 0.02 to 0.1.
+    The exact R has no negative eigenvalues, but rounding errors give it small ones. Each step multiplies these
+    eigenvalues by at least a^2. A whole schedule multiplies them by the square of its slope, which is the product of
+    the coefficients a of all steps: 485^2 for torch's five steps, 6363^2 for eight steps of Polar Express.
+
+    A restart recomputes R, so that only the slope since the restart counts. The iteration restarts before a step that
+    would raise this slope above `_MOST_SLOPE`. This keeps errors close to those of the standard form
+    (docs/adr/0043-restarts-by-slope.md). There are two kinds of restart:
+
+    - A restart from X computes X <- Q X and R <- X X^T. It takes 3 m^2 n FLOPs, if symmetric products are counted half.
+    - A local restart computes R <- Q R_0 Q, where R_0 was stored in fp32. It takes 6 m^3 FLOPs in split half precision,
+    and it must also multiply the factors Q. In total, this is about as much work as a restart from X if n = 7/3 m, and
+    less work if n is larger. A local restart does not need X, so it needs no communication if the columns of X are
+    spread over ranks. It is used only in fp16, and only for schedules with a single restart, because each local restart
+    rounds the product of the factors Q. In fp32, a local restart would be useless, because it would bring back the
+    rounding errors of R_0.
+
+    After eight steps of Polar Express on log-spaced singular values, the error is 0.018 with restarts from X and 0.023
+    with local restarts.
+
+    The Gram form does not allow products in bf16. With bf16's 8 bits, the errors are 0.2 to 2 even with restarts.
+    Without restarts, they are 1e5 if singular values follow a power law. The standard form in bf16 has errors of 0.02
+    to 0.1.
 
 [Note: results that are not finite]
     If the result for a finite matrix is not finite, it is replaced with zeros, so the weights only decay in this step.
-    This has never been observed. To report it without waiting for the device, flags that mark replaced results are
-    copied to the host asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
+    This has never been observed. If it happens, a later step warns: flags that mark replaced results are copied to the
+    CPU asynchronously, so that no step waits for the device. The result for a matrix with NaN or Inf becomes NaN.
 """
 
 from __future__ import annotations
@@ -103,16 +124,16 @@ MethodName = Literal["auto", "standard", "gram", "torch"]
 
 _ALIGNMENT = 64  # alignment in bytes: every matrix in a batch starts at a multiple of this number
 
-# Target number of multiplications in one Newton-Schulz step on a whole batch on a CPU. In measurements in fp32 on an
-# AVX2 CPU, a batch of 64 matrices took 1/9 (for 16 x 32 matrices), 1/3 (32 x 64) or 2/3 (64 x 64) of the time that 64
-# separate matrices took. A single matrix in a padded batch took 0.7 to 1 ms, 2.6 to 3.5 times as long as without
-# padding. Batches of two matrices saved no time.
+# On CPUs, the batch size is chosen so that one Newton-Schulz step on a whole batch takes about this number of
+# multiplications. In fp32 on an AVX2 CPU, a batch of 64 matrices took 1/9 (16 x 32 matrices), 1/3 (32 x 64) or 2/3 (64
+# x 64) of the time that 64 separate matrices took. A single matrix in a padded batch took 0.7 to 1 ms, which is 2.6 to
+# 3.5 times as long as without padding. Batches of two matrices saved no time.
 _CPU_WORK = 1 << 22
 _CPU_LEAST, _LARGEST = 4, 64
-# Total number of elements in the Gram matrices of a batch that is just large enough to keep a whole accelerator busy
-# (130 SMs, each of which computes 128 x 128 elements). A batch up to this size takes hardly longer than a single
-# matrix. The number includes a factor of 1.5, so that rounding the batch size down to a power of two gives the nearest
-# power of two.
+# Total number of elements in the Gram matrices of a batch that is just large enough to keep a whole accelerator busy.
+# An accelerator is assumed to have 130 SMs, each of which computes 128 x 128 elements. A batch up to this size takes
+# hardly longer than a single matrix. The number is multiplied by 1.5, so that rounding the batch size down to a power
+# of two gives the nearest power of two.
 _ACCELERATOR_FULL = 3 << 20
 
 
@@ -166,13 +187,15 @@ _OVERHEAD_AMX = 120e6  # value of `_OVERHEAD` for bf16 on a CPU with AMX
 
 
 class Products:
-    """Matrix products of one batch, rounded on every device as half-precision hardware rounds them.
+    """Matrix products of one batch. On every device, they are rounded as half-precision hardware would round them.
 
-    `mm(left, right, out=)` computes left @ right, and `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta *
-    base + alpha * left @ right, for single matrices or batches from `empty_batch`. `symmetric_mm` and `symmetric_addmm`
-    do the same for symmetric results (and a symmetric base). For large products on CPUs, they compute one half of the
-    result and mirror it. All four functions write to `out` and return `out`, which is also from `empty_batch` and must
-    not be an operand. Where no special handling is needed, they are torch's own functions.
+    The four functions below multiply single matrices or batches from `empty_batch`. `mm(left, right, out=)` computes
+    left @ right. `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta * base + alpha * left @ right.
+    `symmetric_mm` and `symmetric_addmm` do the same if the result (and the base) is symmetric. For large products on
+    CPUs, they compute one half of the result and mirror it.
+
+    All four functions write to `out` and return it. `out` must also come from `empty_batch`, and must not be an
+    operand. Where no special handling is needed, the functions are torch's own.
 
     Attributes:
         dtype: Dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
@@ -215,9 +238,8 @@ class Products:
         middle: Tensor,  # (B, m, m) symmetric, fp32
     ) -> Tensor:  # (B, m, m)
         """Compute factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end. `self.dtype` must be a
-        half-precision dtype: each fp32 operand is split into a sum of two half-precision matrices, so that a product
-        with this operand becomes two half-precision products.
-        """
+        half-precision dtype. Each fp32 operand is split into a sum of two half-precision matrices, so a product with it
+        becomes two half-precision products."""
         return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
 
     def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
@@ -228,9 +250,9 @@ class Products:
 
 
 def _mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply half-precision matrices, or batches of matrices, with an fp32 result. On devices other than CUDA, fp32
-    copies are multiplied, because torch (2.8 to 2.13) supports `out_dtype` only on CUDA. Emulated half-precision
-    operands are fp32 already ([Note: emulated half precision])."""
+    """Multiply half-precision matrices, or batches of matrices, with an fp32 result. torch (2.8 to 2.13) supports
+    `out_dtype` only on CUDA, so fp32 copies are multiplied on other devices. Emulated half-precision operands are fp32
+    already ([Note: emulated half precision])."""
     mm = torch.mm if left.dim() == 2 else torch.bmm
     if left.is_cuda:
         return mm(left, right, out_dtype=torch.float32)
@@ -257,11 +279,9 @@ def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands:
 
 
 def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
-    """Choose the number of row blocks into which a CPU splits a symmetric product (rows x inner) @ (inner x rows).
-
-    The number of blocks changes the bits of the product. So it depends only on the shape, the dtype, the kind of CPU
-    and the number of threads, all of which change the bits of products in any case.
-    """
+    """Choose the number of row blocks into which a CPU splits a symmetric product (rows x inner) @ (inner x rows). The
+    number of blocks changes the bits of the product. So it depends only on properties that change these bits in any
+    case: the shape, the dtype, the kind of CPU and the number of threads."""
     amx = dtype == torch.bfloat16 and cpu_has_amx()
     overhead = (_OVERHEAD_AMX if amx else _OVERHEAD.get(dtype, 6e6)) * torch.get_num_threads()
     return max(1, min(_MAX_BLOCKS, math.isqrt(int(2 * rows * rows * inner / overhead))))
@@ -292,9 +312,9 @@ def _by_blocks(
 
 # ----------------------------------------------------------------------------------------------------- normalization
 
-# Bounds between which underflow and overflow cannot have changed a norm computed in fp32. A square that underflows in
-# fp32 is below 2^-126, so even 2^36 such squares add up to less than 2^-90. This is 2^-30 of the smallest squared norm,
-# 2^-60, and below the resolution of fp32. The largest squared norm, 2^80, is far from overflow.
+# Bounds between which an fp32 norm is right despite underflow and overflow of squares. A square that underflows in fp32
+# is below 2^-126, so even 2^36 such squares add up to less than 2^-90. At the lower bound, the squared norm is 2^-60,
+# and 2^-90 is too small to change it in fp32. At the upper bound, the squared norm is 2^80, which is far from overflow.
 _LOW, _HIGH = 2.0**-30, 2.0**40
 _LEAST = 2.0**-1000  # lower bound for norms, smaller than the norm of any nonzero fp32 matrix
 # Chunk size in elements. torch sums fewer than 2^15 elements on one thread, so the bits of a chunk's norm do not depend
@@ -361,10 +381,10 @@ def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
 
 # -------------------------------------------------------------------------------------------------------- iterations
 
-# An iteration is a function that orthogonalizes matrices with Frobenius norm 1 and dtype `products.operands`. Its input
+# An iteration is a function that orthogonalizes matrices of Frobenius norm 1 and dtype `products.operands`. Its input
 # is a batch (B, m, n) from `empty_batch` or one matrix (m, n). Zero matrices stay zero. An iteration must not write to
-# its input, and must not let one matrix influence the result of another. It must not wait for the device, because a
-# CUDA graph must be able to capture it.
+# its input, and must not let one matrix influence the result of another. It must not wait for the device, so that a
+# CUDA graph can capture it.
 
 
 def _newton_schulz(
@@ -373,13 +393,13 @@ def _newton_schulz(
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # same shape and dtype as `y`
-    """Run the step X <- a X + (b A + c A A) X with A = X X^T for each triple (a, b, c). If X is tall, the step is X <-
-    a X + X (b A + c A A) with A = X^T X.
+    """For each triple (a, b, c), replace X with a X + (b A + c A A) X, where A = X X^T. If X is tall, replace X with a
+    X + X (b A + c A A), where A = X^T X. This is the iteration of torch.optim.Muon and of Keller Jordan's Muon
+    (https://kellerjordan.github.io/posts/muon/).
 
-    This is the iteration of torch.optim.Muon and of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/).
-    In each step, the `addmm` that computes the last product also adds a X. If a were added to the diagonal of the
-    polynomial b A + c A A instead, this sum would be rounded: errors would be 1.4 to 1.9 times larger in fp32, and up
-    to 1.9 times larger in bf16, where torch's products would round the sum twice (ADR 23).
+    In each step, the `addmm` that computes the last product also adds a X. Adding a to the diagonal of the polynomial b
+    A + c A A instead would round the sum, and errors would be 1.4 to 1.9 times as large in fp32. In bf16, they would be
+    up to 1.9 times as large, because torch's products would round the sum twice (ADR 23).
     """
     tall = y.shape[-2] > y.shape[-1]
     poly = _square_of(y)
@@ -422,9 +442,9 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
     """
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
-        # If the slope (the product of the coefficients a) since the last restart, which recomputed the Gram matrix, is
-        # below 1, count it as 1: the rounding errors of the next step are amplified by the later steps, no matter how
-        # much the earlier steps have shrunk the values.
+        # The slope is the product of the coefficients a since the last restart, which recomputed the Gram matrix. If
+        # the slope is below 1, count it as 1: later steps amplify the rounding errors of the next step, no matter how
+        # much earlier steps have shrunk the values.
         slope = max(slope, 1.0) * abs(a)
         if step and slope > _MOST_SLOPE[dtype]:
             found.append(step)
@@ -496,11 +516,11 @@ TORCH_EPS = 1e-7  # default eps of torch.optim.Muon, which divides by the norm o
 
 
 def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # returns bf16, with the shape of `matrix`
-    """Orthogonalize a matrix with the same operations as `torch.optim.Muon` (torch 2.9 to 2.13): cast to bf16, then
-    normalize, then iterate.
+    """Orthogonalize a matrix with the same operations as `torch.optim.Muon` (torch 2.9 to 2.13): cast to bf16,
+    normalize, iterate.
 
-    There is one difference: this function does not write to `matrix`. If parameters are bf16 and nesterov is False,
-    torch normalizes the momentum buffer itself in place, because `.bfloat16()` returns a bf16 tensor unchanged.
+    Unlike torch, this function does not write to `matrix`. If parameters are bf16 and nesterov is False, torch
+    normalizes the momentum buffer itself in place, because `.bfloat16()` does not copy a bf16 tensor.
     """
     y = matrix.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
     tall = y.size(0) > y.size(1)
@@ -522,12 +542,12 @@ def products_dtype(method: str, given: torch.dtype | None, device: torch.device)
     """Return the dtype in which an orthogonalization method multiplies matrices: `given`, or the method's default if
     `given` is None.
 
-    The default of "standard" is bfloat16, as in torch.optim.Muon, if the device has bf16 instructions, and float32 on
-    CPUs without them, where bf16 products are 10 to 80 times slower. The default of "gram" is float16 on accelerators
-    (bf16 is not precise enough) and float32 on CPUs. "torch" always uses bfloat16.
+    The default of "standard" is bfloat16, as in torch.optim.Muon. On CPUs without bf16 instructions, it is float32,
+    because bf16 products would be 10 to 80 times slower. The default of "gram" is float32 on CPUs and float16 on
+    accelerators, because bf16 is not precise enough. "torch" always uses bfloat16.
 
     Raises:
-        ValueError: The method is "gram", and rounding errors in products of the given dtype make it unsafe.
+        ValueError: The method is "gram", and the rounding errors of products in the given dtype would be too large.
     """
     if method == "torch":
         return torch.bfloat16
@@ -545,17 +565,16 @@ def products_dtype(method: str, given: torch.dtype | None, device: torch.device)
 
 def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, device: torch.device) -> int:
     """Count the floating point operations that an orthogonalization method needs for one rows x cols matrix. Only
-    matrix products are counted.
+    matrix products are counted, as in the tables published with Gram Newton-Schulz.
 
-    Operations are counted as in the tables published with Gram Newton-Schulz. For m <= n and k quintic steps on an
-    accelerator, the count is 4 k m^2 n + 2 k m^3 for "standard", and 4 m^2 n + (8 k - 6) m^3 for "gram" without
-    restarts (recomputations of the Gram matrix).
+    For an m x n matrix with m <= n and k quintic steps on an accelerator, the count is 4 k m^2 n + 2 k m^3 for
+    "standard". For "gram" without restarts (recomputations of the Gram matrix), it is 4 m^2 n + (8 k - 6) m^3.
 
     Args:
         method: "standard" or "gram"; other methods are counted as "standard".
         dtype: Dtype of the products, which determines how often "gram" restarts.
-        device: Device of the products. CPUs compute large symmetric products in four row blocks, which together amount
-            to 10/16 of a product.
+        device: Device of the products. CPUs compute symmetric products in row blocks, so only 10/16 of each symmetric
+            product is counted.
     """
     m, n = min(rows, cols), max(rows, cols)
     steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
@@ -594,15 +613,15 @@ def orthogonalize(
         x: The matrices, wide or tall.
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `ITERATIONS`, or "torch".
-        dtype: Dtype of the products. Default: see `products_dtype`. Method "torch" ignores it.
-        watch: Object that replaces non-finite results of finite matrices with zeros and reports them, for method
-            "gram". Default: non-finite results are returned unchanged.
-        overwrite: True if the caller no longer needs `x`, so that results may be written to its memory.
-        unit: True if each matrix already has Frobenius norm 1 (or 0), so that no matrix is normalized.
+        dtype: Dtype of the products. Default: see `products_dtype`. Method "torch" ignores this argument.
+        watch: Object that replaces non-finite results of finite matrices with zeros and reports them. Used only by
+            method "gram". Default: non-finite results are returned unchanged.
+        overwrite: True if results may be written to the memory of `x`, because the caller no longer needs it.
+        unit: True if each matrix already has Frobenius norm 1 (or 0). The matrices are then not normalized.
 
     Returns:
-        The orthogonalized matrices, in the dtype of the products, or in the dtype of `x` if they were written to the
-        memory of `x`. Except for method "torch", they do not depend on torch's global precision flags.
+        The orthogonalized matrices, in the dtype of the products, or in the dtype of `x` if they were written to its
+        memory. Except for method "torch", results do not depend on torch's global precision flags.
 
     Raises:
         ValueError: The method is "gram" and the products are in bf16.
@@ -639,9 +658,8 @@ def _operands(
     unit: bool,  # True if every matrix already has norm 1 (or 0)
 ) -> Tensor:  # (B, m, n) or (m, n); each matrix starts at a multiple of 64 bytes
     """Prepare the matrices of a batch for multiplication: divide each by its Frobenius norm, and round it to the dtype
-    of the products. A batch of fewer than B matrices is padded with zero matrices. Matrices that need neither
-    preparation nor padding are returned without a copy.
-    """
+    of the products. If there are fewer than B matrices, pad the batch with zero matrices. If nothing needs to be
+    changed, return the matrices without a copy."""
     missing = 0 if len(shape) == 2 else shape[0] - len(x)
     if unit and not missing and x.dtype == products.dtype == products.operands and _lies_in_slots(x):
         return x.view(shape) if len(shape) == 2 else x

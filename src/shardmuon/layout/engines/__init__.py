@@ -1,6 +1,9 @@
-"""Engines: adapters for the different kinds of parameter storage, with one file per kind. An engine describes how a
-tensor is placed on the ranks and accesses the part that this rank stores. A tensor that no engine recognizes is treated
-as a plain tensor. An engine for a single framework is defined in the framework's file in `shardmuon.frameworks`.
+"""Engines are adapters for different kinds of parameter storage. An engine describes how a tensor is distributed over
+the ranks, and accesses the part that this rank stores. A tensor that no other engine recognizes is handled as a plain
+tensor.
+
+Each kind of storage has its own file. Engines for a single framework are defined in the framework's file in
+`shardmuon.frameworks`.
 """
 
 from __future__ import annotations

@@ -57,15 +57,15 @@ Grid = tuple[Ranks, ...]
 
 
 class Ties(NamedTuple):
-    """The ranks with which one rank shares a tensor, as far as that rank knows: its own row (a replica) and column (a
-    part) in the grid of all ranks that share the tensor. The rest of the grid follows from the reports of the other
-    ranks.
+    """What one rank knows about the ranks that share a tensor. These ranks form a grid, in which each row stores one
+    replica of the tensor and each column stores the same part. A single rank knows only its own row and column. The
+    rest of the grid follows from the reports of the other ranks.
 
     Attributes:
-        parts: Ranks that store the parts of this rank's replica, in the order of the parts; only this rank if the
-            tensor is not cut.
-        mates: Ranks that store the same part as this rank, in ascending order. These ranks replicate the part or divide
-            it further.
+        parts: The rank's row: the ranks that store the parts of this rank's replica, in the order of the parts. If the
+            tensor is not cut, the row contains only this rank.
+        mates: The rank's column: the ranks that store the same part as this rank, in ascending order. They either have
+            replicas of the part or divide it further.
     """
 
     parts: Ranks
@@ -92,18 +92,18 @@ class Extent(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """One rank's description of a tensor, as plain data that the rank can send.
+    """One rank's description of a tensor, in a form that can be sent to other ranks.
 
     Attributes:
-        form: Description of the tensor's layout, beginning with the tensor's global shape. A size of -1 marks a dim
-            that is cut into parts of any size. If ranks that share the tensor have different forms, all of them raise
-            an error.
-        text: Description of the form in words, for error messages.
-        extent: Shape of this rank's local storage and the pieces in it, which other ranks learn only from this claim.
-        empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store no part of the tensor, so
-            that a rank can lack a gradient while other ranks have gradients.
-        uncounted: Error message for gradient clipping if a norm over all ranks would count elements of the tensor's
-            gradient several times even though the layout is known; else None.
+        form: The layout, as a tuple that begins with the tensor's global shape. In this shape, -1 marks a dim that is
+            cut into parts of arbitrary sizes. All ranks that share the tensor raise an error if their forms differ.
+        text: The form in words, for error messages.
+        extent: Shape of this rank's local storage and the pieces in it. Unlike the form, the extent can differ between
+            ranks.
+        empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store no part of the tensor, even
+            when other ranks have a gradient.
+        uncounted: Error message for gradient clipping if a norm over all ranks would count some elements of the
+            gradient more than once; else None.
     """
 
     form: tuple[Any, ...]
@@ -114,23 +114,22 @@ class Claim(NamedTuple):
 
 
 class Engine:
-    """Adapter for one kind of parameter storage, such as DTensors. Engines are stateless: they describe tensors and
-    access their storage, but make no decisions.
+    """Adapter for one kind of parameter storage, such as DTensors. Engines are stateless. They only describe tensors
+    and access their storage.
 
-    Error messages (of ValueError) must not contain the parameter's name, ranks or shapes, because callers add them.
-    Users see errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks ... store shapes
-    ...".
+    Messages of ValueErrors must not contain the parameter's name, ranks or shapes, because callers add them. Users see
+    errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks ... store shapes ...".
 
-    The base class handles plain tensors. Without a process group, a plain tensor is orthogonalized on every rank that
-    has it, which is right both for DDP and for experts that differ by rank. With a process group, the ranks of the
-    group are assumed to hold replicas and share the work. When a plan is made, the replicas are compared.
+    The base class handles plain tensors. Without a process group, every rank orthogonalizes its own plain tensors. This
+    is right both for DDP and for experts that differ between ranks. With a process group, the tensors on the group's
+    ranks are assumed to be replicas, and the ranks share the work. The replicas are compared when a plan is made.
 
     Attributes:
-        believes_placements: True if the tensors have mesh placements that the storage must match. The state tensor of a
-            stack of matrices (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and
-            an `OnMesh`.
-        plain_shards: True if the tensors are plain shards of larger tensors, so that checkpoints must find each shard's
-            position in the larger tensor.
+        believes_placements: True if the tensors have placements on a mesh, which the storage must match. In this case,
+            `Claim.form` consists of the shape and an `OnMesh`, and the state tensor that `kept_zeros` makes for a stack
+            of matrices is placed like the stack.
+        plain_shards: True if the tensors are plain tensors that contain shards of larger tensors. To save a checkpoint,
+            each shard's position in the larger tensor must then be computed.
     """
 
     believes_placements = False
@@ -143,14 +142,18 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- placement
 
     def ties(self, param: Tensor, group: Group) -> Ties:
-        """Return the ranks that share the tensor. This method reads only the attributes that identify these ranks, so
-        that an error in any other attribute can still be sent to the ranks.
+        """Return the ranks that share the tensor. This method reads only the attributes that identify these ranks. If
+        any other attribute is invalid, the error can then still be sent to these ranks.
 
-        If each rank stores one part of the tensor, a subclass returns `Ties(<ranks in order of parts>, (my_rank(),))`.
-        If the parts also have replicas in a `process_group`, the second field is `super().ties(param, group).mates`. If
-        the tensor is cut at arbitrary elements, so that each rank's claim states the position of its part, a subclass
-        returns `Ties((my_rank(),), <ranks of the group>)`. If ranks return different groups for the same tensor, some
-        of them wait until the timeout, because no rank can detect the difference alone.
+        What subclasses return depends on how the tensor is stored:
+
+        - Each rank stores one part of the tensor: `Ties(<ranks in order of parts>, (my_rank(),))`. If the parts also
+          have replicas in a `process_group`, the second field is `super().ties(param, group).mates`.
+        - The tensor is cut at arbitrary elements, and each rank's claim states the position of its part:
+          `Ties((my_rank(),), <ranks of the group>)`.
+
+        If ranks return different groups for the same tensor, some of them wait until the timeout, because no single
+        rank can detect the difference.
         """
         return Ties((my_rank(),), _mates_of(group))
 
@@ -169,20 +172,22 @@ class Engine:
         return Claim((shape,), text, Extent(shape))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        """Compute the tensor's global shape and the pieces that each rank stores, from the claims (descriptions of the
-        tensor) of all ranks that share the tensor. This is a pure function: equal claims give equal results. The caller
-        checks for gaps, overlaps and out-of-bounds pieces. The base class takes the pieces from the claims; a rank
-        whose claim has none stores the whole tensor.
+        """Compute the tensor's global shape and the pieces that each rank stores, from the claims of all ranks that
+        share the tensor. (A claim is one rank's description of the tensor.) This is a pure function: equal claims give
+        equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
 
-        If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: the piece starts at index
-        `offset` of the tensor and at index `local` of the storage. The storage can have any strides. If the storage is
-        1-D, a piece is a range of elements, `Held(FlatRange(start, stop), (local,))`. A rank that stores nothing is
-        listed with an empty tuple.
+        The base class returns the pieces that the claims list. If a claim lists no pieces (`held` is None), the rank
+        stores the whole tensor.
+
+        If the storage has the same dims as the tensor, a piece is `Held(Box(offset, sizes), local)`, which starts at
+        index `offset` of the tensor and at index `local` of the storage. The storage can have any strides. If the
+        storage is 1-D, a piece is a range of elements, `Held(FlatRange(start, stop), (local,))`. A rank that stores
+        nothing has an empty tuple of pieces.
 
         Args:
             form: The claims' field `form`, which is equal on all ranks.
             extents: Dict from each rank of the grid to the field `extent` of the rank's claim.
-            grid: Ranks that share the tensor: one row per replica, one column per part.
+            grid: Ranks that share the tensor, with one row per replica and one column per part.
 
         Raises:
             ValueError: The claims of different ranks contradict each other.
@@ -196,9 +201,9 @@ class Engine:
         return [GroupRef.of(group.get("process_group")), GroupRef.of(group.get("tp_group"), "tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
-        """Return the parameter's global logical shape. This method must not raise an error: `Muon(...)` calls this
-        method on each rank separately, and an error on a single rank would leave the other ranks waiting in their first
-        step. Checks that can fail on a single rank belong in `claim`, whose errors all ranks raise."""
+        """Return the parameter's global logical shape. This method must not raise an error: `Muon(...)` calls it on
+        each rank separately, so if it failed on one rank, the other ranks would wait for that rank in their first step.
+        Checks that can fail on a single rank belong in `claim`, whose errors all ranks raise."""
         return tuple(param.shape)
 
     def remember(self, param: Tensor, shape: Ints) -> None:
@@ -206,10 +211,10 @@ class Engine:
         engines that cannot find the global shape on a single rank override this method."""
 
     def signature(self, param: Tensor) -> object:
-        """Return a value that changes whenever the parameter's layout, dtype or device may have changed. Each step
-        computes the value and compares it with the value that was stored when the plan was made; a difference makes the
-        plan invalid. The computation must therefore be cheap. Because the value is stored, it must contain a `GroupRef`
-        instead of a process group."""
+        """Return a value that changes whenever the parameter's layout, dtype or device may have changed. A plan stores
+        this value. Each step computes the value again, so the computation must be cheap. If the value has changed, the
+        plan is no longer valid. Because the value is stored, it must contain a `GroupRef` instead of a process
+        group."""
         return _SIGNATURE(param)
 
     # ----------------------------------------------------------------------------------------------- local storage
@@ -222,11 +227,13 @@ class Engine:
     def storages(
         self, params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any]
     ) -> Sequence[Sequence[Tensor]] | None:
-        """Return the local storages of parameters, of their gradients and of each kind of state tensor. This is the
-        fast path for steps (under no_grad). It first checks quickly that gradients and state are placed like the
-        parameters, that each kind of tensor has a single dtype, and that parameters and state are writable. Return None
-        if the check fails. The caller then checks tensors one by one (`is_aligned`) and either raises a precise error
-        or finds that nothing is wrong."""
+        """Return the local storages of parameters, of their gradients and of each kind of state tensor, or None if a
+        quick check fails. This is the fast path for steps (under no_grad).
+
+        The check requires that gradients and state are placed like the parameters, that all tensors of one kind have
+        the same dtype, and that parameters and state are writable. If the check fails, the caller checks each tensor
+        separately (`is_aligned`), and either raises a precise error or finds that nothing is wrong.
+        """
         shapes, devices = list(map(_SHAPE, params)), list(map(_DEVICE, params))
         for column in (grads, *states):
             if set(map(type, column)) != {Tensor} or set(map(_LAYOUT, column)) != {torch.strided}:
@@ -278,10 +285,12 @@ class Engine:
     # --------------------------------- state with values per matrix: [Note: placement of stage state] in layout/mesh.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
-        """Make a zero-filled state tensor, on the parameter's device, for the values that a post-processing stage of a
-        Muon variant (such as NorMuon's) stores for each matrix ([Note: placement of stage state]). `shape`: global
-        shape of the state tensor, with one row per matrix of a stack, or else a single row. `stacked`: True if the
-        parameter is a stack of matrices."""
+        """Make a zero-filled state tensor on the parameter's device. The tensor stores the values that a variant of
+        Muon (such as NorMuon) keeps for each matrix between steps ([Note: placement of stage state]).
+
+        `shape`: global shape of the state tensor, which has one row per matrix if the parameter is a stack of matrices,
+        else a single row. `stacked`: True if the parameter is a stack of matrices.
+        """
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:

@@ -1,9 +1,11 @@
 """Engine for DTensors, as created by FSDP2, HSDP, tensor parallelism, expert parallelism and their combinations.
 
-All private DTensor names that a step needs (`_local_tensor`, `_spec`, `DTensorSpec`) are used only in this file, as
-defined in torch 2.11 to 2.13. This file uses private names for speed: reading a public property takes five times as
-long on a DTensor as on a plain tensor. torch.distributed.tensor takes longer to import than torch itself, so it is
-imported only when the first DTensor appears.
+Only this file uses the private DTensor names that a step needs (`_local_tensor`, `_spec`, `DTensorSpec`), as defined in
+torch 2.11 to 2.13. Private names are used for speed: reading a public property takes five times as long on a DTensor as
+on a plain tensor.
+
+torch.distributed.tensor is imported only when the first DTensor appears, because importing it takes longer than
+importing torch itself.
 """
 
 from __future__ import annotations
@@ -175,8 +177,7 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
     `Shard`, or None if the axis replicates the tensor.
 
     Raises:
-        ValueError: A placement is neither Shard nor Replicate (for example Partial, with which a rank stores only one
-            summand of each element).
+        ValueError: A placement is neither Shard nor Replicate, for example Partial.
     """
     from torch.distributed.tensor import Replicate, Shard
 

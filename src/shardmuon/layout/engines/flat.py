@@ -1,9 +1,9 @@
-"""Engine for 1-D shards that cut a matrix at arbitrary elements, as ZeRO's partitions and Megatron's distributed
-optimizer do.
+"""Engine for 1-D shards that are cut from a flattened tensor at arbitrary elements, such as ZeRO's partitions and the
+shards of Megatron's distributed optimizer.
 
-The code that creates a shard attaches a description to it (`FlatShard.mark`): which tensor the shard belongs to, and at
-which element it begins. When a plan is made, ranks exchange their element ranges, which must cover the tensor exactly
-once. A rank that stores no element of the tensor has an empty shard.
+The code that creates a shard attaches a description to it (`FlatShard.mark`), which states to which tensor the shard
+belongs and at which element it begins. When a plan is made, ranks send each other the element ranges of their shards.
+These ranges must cover the tensor exactly once. A rank that stores no element of the tensor has an empty shard.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ class FlatShard:
         start: Index of the shard's first element in the flattened tensor or, under tensor parallelism, in the flattened
             tensor-parallel shard.
         group: Process group whose ranks share the tensor (or the tensor-parallel shard). A gradient norm adds up the
-            parts of all ranks in this group, so a framework that replicates parts within the group must clip gradients
-            itself.
+            parts of all ranks in this group. If a framework replicates parts within the group, it must therefore clip
+            gradients itself.
         kind: Name of this kind of shard for error messages, in words that users know.
-        tp_group: The tensor-parallel group, or the group of ranks that store replicas of this shard (FSDP1's
-            HYBRID_SHARD); None if there is none. If there is one, all ranks of `group` have the same index in their own
+        tp_group: The tensor-parallel group or, under FSDP1's HYBRID_SHARD, the group of ranks that store replicas of
+            this shard. None: there is no such group. All ranks of `group` must have the same index in their own
             `tp_group`.
-        cut: Cut of the tensor into equal parts over `tp_group`. None: every rank of `tp_group` has the whole tensor.
-        home: Accelerator from which the shard was offloaded to the CPU; None: the shard is not offloaded.
+        cut: How the tensor is cut into equal parts over `tp_group`. None: the tensor is not cut over `tp_group`.
+        home: Accelerator from which the shard was offloaded to the CPU. None: the shard is not offloaded.
 
     Raises:
-        ValueError: The tensor-parallel cut does not divide the tensor into equal parts, or the cut is along a dim where
-            1-D shards are not supported.
+        ValueError: `cut` does not divide the tensor into equal parts, or is not supported for 1-D shards.
     """
 
     shape: Ints

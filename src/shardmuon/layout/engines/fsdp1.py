@@ -1,17 +1,20 @@
 """Engine for FSDP1 (`FullyShardedDataParallel(..., use_orig_params=True)`), which cuts flat parameters at arbitrary
 elements.
 
-The engine inspects parameters in their current state, regardless of when the optimizer was made. All private names of
-torch's FSDP1 that this package reads are used only in this file, as defined in torch 2.13.
+The engine inspects the current state of each parameter, so it does not matter when the optimizer was made. Only this
+file uses private names of torch's FSDP1, as defined in torch 2.13.
 
 [Note: storage of FSDP1]
-    A unit (a wrapped module) flattens its parameters into one 1-D *flat parameter*, with padding, and stores an equal
-    part on each rank. With `use_orig_params=True`, the original parameters remain in their modules: outside of the
-    forward and backward passes, each original parameter is a 1-D view of the elements that this rank stores, or empty
-    if this rank stores none. The assignment of elements to ranks never changes once the unit is made. With NO_SHARD,
-    every rank stores the whole flat parameter, and original parameters keep their shapes. With `use_orig_params=False`,
-    the flat parameter replaces the original ones. Because a flat parameter mixes matrices and vectors, this package
-    rejects it with an error.
+    A unit (a wrapped module) concatenates its flattened parameters, with padding, into one 1-D *flat parameter*. Each
+    rank stores an equal part of it. The assignment of elements to ranks never changes once the unit is made.
+
+    With `use_orig_params=True`, the original parameters remain in their modules. Outside of the forward and backward
+    passes, each original parameter is a 1-D view of the elements that this rank stores, and is empty if this rank
+    stores none. With NO_SHARD, every rank stores the whole flat parameter, and the original parameters keep their
+    shapes.
+
+    With `use_orig_params=False`, the flat parameter replaces the original parameters. This package rejects such a flat
+    parameter with an error, because it mixes matrices and vectors.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ class UnitPlace(NamedTuple):
     """The location of a parameter in an FSDP1 unit (a wrapped module).
 
     Attributes:
-        unit: Weak reference to the unit that holds the parameter.
-        number: Position of the parameter among the original parameters of the unit's flat parameter.
+        unit: Weak reference to the unit that contains the parameter.
+        number: Index of the parameter among the original parameters of the unit's flat parameter.
         info: Description of this rank's shard of the parameter.
-        numel: Number of elements of the parameter stored on this rank.
-        fault: Reason why the shard is not a range of the parameter's elements in row-major order; None if the shard is
-            such a range.
+        numel: Number of elements of the parameter that this rank stores.
+        fault: Reason why the shard is not a contiguous range of the parameter's elements in row-major order; None if it
+            is such a range.
         is_sharded: True if the unit shards its parameters, False for NO_SHARD.
     """
 

@@ -1,13 +1,14 @@
 """Engine for plain tensors that are tensor-parallel shards, as in the layers of TransformerEngine and Megatron.
 
-A tensor does not record the ranks that share it, so the user passes them as a process group (`tp_group`). Attributes of
-the tensor (`tensor_model_parallel`, `partition_dim`, `partition_stride`) state whether the tensor is cut, and along
-which dim. The global size of this dim is the sum of the shards' sizes, which the ranks send to each other.
+A tensor does not record which ranks share it, so the user passes these ranks as a process group (`tp_group`).
+Attributes of the tensor (`tensor_model_parallel`, `partition_dim`, `partition_stride`) state whether the tensor is cut,
+and along which dim. The ranks send each other the shapes of their shards. The global size of the cut dim is the sum of
+the shards' sizes.
 
 [Note: global shape]
-    A rank sees only its own shard. Once ranks have exchanged the shapes of their shards, the global shape is stored as
-    an attribute of the parameter, together with the shard's signature (local shape, dtype, device, cut). If the
-    signature has changed since then, the attribute is ignored. As long as there is no valid attribute, all shards are
+    A rank knows only the shape of its own shard. Once the ranks have exchanged these shapes, each rank stores the
+    global shape as an attribute of the parameter, together with the shard's signature (local shape, dtype, device,
+    cut). The stored shape is valid while the signature is unchanged. If there is no valid stored shape, all shards are
     assumed to have equal shapes.
 """
 
@@ -113,17 +114,14 @@ def _at_dim(numbers: Ints, dim: int, value: int) -> Ints:
 
 
 def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> None:
-    """Check that an expert's parameter (`allreduce=False`) does not inherit process groups from the optimizer. These
-    process groups are intended for parameters outside of experts.
+    """Check that an expert's parameter (marked by `allreduce=False`) does not inherit process groups from the
+    optimizer. The optimizer's process groups are intended for parameters outside of experts.
 
-    Args:
-        param: The parameter.
-        group: Options of the parameter's group.
-        inherited: Names of the options that the parameter group inherits from the optimizer, out of "tp_group" and
-            "process_group".
+    `inherited`: names of the options, out of "tp_group" and "process_group", that the parameter group inherits from the
+    optimizer.
 
     Raises:
-        ValueError: An expert's parameter would inherit a nonempty process group.
+        ValueError: An expert's parameter would inherit a process group other than the empty group ().
     """
     if getattr(param, "allreduce", True) or is_dtensor(param):
         return
