@@ -45,12 +45,14 @@ SHAPES = {
     "table": (21, 6),
     "late": (7, 5),  # The parameter "late" has no gradient before the checkpoint.
     "frozen": (4, 4),
+    # With plain shards, ranks that store no elements of "few" have no gradient of it before the checkpoint.
+    "few": (1, 6),
 }
 GROUPS: list[dict[str, Any]] = [
     {"names": ["squarish", "tall", "late", "frozen"], "lr": 0.03, "weight_decay": 0.2},
     {"names": ["experts"], "view": "stack", "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"},
     {"names": ["wide"], "split_sizes": (5, 8), "ns_coefficients": ((3.0, -4.0, 2.0), (1.5, -0.5, 0.0))},
-    {"names": ["table"], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6},
+    {"names": ["table", "few"], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6},
 ]
 MIXED = ("normuon+hyperball", "normuon", "hyperball")
 KEEPING = [name for name in LATER if keeping(VARIANTS[name])]
@@ -117,8 +119,10 @@ class Job:
     def run(self, steps: range) -> None:
         for step in steps:
             for name, grad in self.cut(values(1000 + step)).items():
-                missing = name == "frozen" or (name == "late" and step < SAVED_AFTER)
-                self.model.get_parameter(name).grad = None if missing else grad
+                param = self.model.get_parameter(name)
+                lacks = name == "late" or (name == "few" and not param.numel())
+                missing = name == "frozen" or (lacks and step < SAVED_AFTER)
+                param.grad = None if missing else grad
             self.optimizer.step()
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:

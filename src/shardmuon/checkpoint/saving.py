@@ -87,8 +87,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     if optimizer.in_step:
         optimizer.refuse_torn()
 
-    weights, state, groups = run_together(partial(_state_of, model, optimizer))
+    # `_state_of` needs the global shapes of plain shards, which the ranks determine here.
     table = _describe_shards(model, optimizer)
+    weights, state, groups = run_together(partial(_state_of, model, optimizer))
     saved = run_together(lambda: _as_global(weights, state, table))
     saved["optimizer"]["param_groups"] = groups
     dcp.save(saved, checkpoint_id=path)
