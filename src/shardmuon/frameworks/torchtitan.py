@@ -52,7 +52,7 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
             # torchtitan takes a step with zero gradients to create the state of an optimizer that has none, and loads
             # only the state that exists. So create the state here, and again after a state dict that lacks some state.
             optimizer.complete_state()
-            optimizer.register_load_state_dict_post_hook(Muon.complete_state)
+            optimizer.register_load_state_dict_post_hook(Muon.complete_state)  # type: ignore[arg-type]
         params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._validate_params(params)
         self._post_init(params)
