@@ -146,10 +146,11 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
     for item in (*order, *(item for item in order if _may_go(specs[item.param], item, machine))):
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
         if item.key in found:
-            if work[at[0]] <= late:
+            mates = np.flatnonzero(node == node[at[0]])
+            if work[at[0]] <= max(late, work[mates].min() + item.cost):  # no rank would end earlier
                 continue
             work[at[0]] -= item.cost
-            at = np.flatnonzero(node == node[at[0]])
+            at = mates
         at = at[work[at] == work[at].min()]
         owner = int(at[moved[of_rank[at]].argmin()])
         work[owner] += item.cost
