@@ -127,7 +127,8 @@ def _num_owners(made: Plan) -> int:
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
     """One of four ranks must orthogonalize a dense matrix, and each rank stores eight experts. Other ranks of the node
     must take over experts from the busy rank, unless a post-processing stage (such as NorMuon) keeps state for each
-    expert, which would have to be sent as well."""
+    expert, which would have to be sent as well. A rank must keep its only expert if no other rank would finish it
+    earlier."""
     experts = sharded(matrix_view((32, 48, 32), view="stack"), [range(4)], 0)
     dense = spec("dense", sharded(matrix_view((96, 32)), [range(4)], 0))._replace(costs=(12 * 10**9,))
     for per_node, stages, most, moved in ((4, 0, 12, 8), (1, 0, 20, 0), (4, 1, 20, 32)):
@@ -135,6 +136,8 @@ def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
         made = make_plan(specs, Policy(machine=MACHINES["cpu-gloo"]._replace(per_node=per_node)))
         assert max(made.loads().values()) == most * 10**9
         assert sum(item.param == 0 and item.route == "owner" for item in made.items) == moved
+    lone = spec("lone", sharded(matrix_view((3, 48, 32), view="stack"), [(3, 2, 1, 0)], 0))._replace(costs=(10**9,) * 3)
+    assert all(item.route == "local" for item in make_plan([lone], Policy()).items)
 
 
 def _machine_of_file(name: str) -> Machine:

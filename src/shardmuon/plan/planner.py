@@ -151,10 +151,11 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
     for item in (*order, *(item for item in order if _may_go(specs[item.param], item, machine))):
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
         if item.key in found:
-            if work[at[0]] <= late:
+            mates = np.flatnonzero(node == node[at[0]])
+            if work[at[0]] <= max(late, work[mates].min() + item.cost):  # no rank would end earlier
                 continue
             work[at[0]] -= item.cost
-            at = np.flatnonzero(node == node[at[0]])
+            at = mates
         at = at[work[at] == work[at].min()]
         owner = int(at[moved[of_rank[at]].argmin()])
         work[owner] += item.cost
@@ -175,9 +176,11 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Machine) -> dict[_Key, Item]:
     """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all matrices itself. Return
     a dict from each matrix's key to an `Item` with these owners. If the matrices' layouts divide the ranks into
-    replicas in different ways, the dict contains only the matrices with the most frequent division."""
-    divisions = Counter(specs[item.param].layout.replicas for item in drafts)
-    replicas = max(divisions, key=divisions.__getitem__, default=())
+    replicas in different ways, the dict contains only the matrices with the division that causes the most work."""
+    work = Counter[tuple[Ranks, ...]]()
+    for item in drafts:
+        work[specs[item.param].layout.replicas] += item.cost
+    replicas = max(work, key=lambda of: (work[of], of), default=())
     if len(replicas) < 2:
         return {}
     first = set(replicas[0])

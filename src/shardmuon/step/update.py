@@ -287,7 +287,8 @@ class KeptSide:
     def tell(self, stored: _Stored, wire: Tensor) -> None:
         """Copy stage state (the state of a Muon variant's post-processing stages) from this rank's state tensors to an
         exchange buffer, bit for bit."""
-        foreach_copy_(self._bytes(wire), [numbers.contiguous().view(torch.uint8) for numbers in self.of(stored)])
+        # `cat` copies the values to new memory, because a user's state can have strides that allow no view as bytes.
+        foreach_copy_(self._bytes(wire), [torch.cat([numbers]).view(torch.uint8) for numbers in self.of(stored)])
 
     def hear(self, wire: Tensor, stored: _Stored) -> None:
         """Copy stage state (the state of a Muon variant's post-processing stages) from a receive buffer to this rank's
