@@ -6,8 +6,9 @@ torch.optim.Optimizer. Framework integrations (see host.py) can create further `
 `Core.take_step`.
 
 In a step, each rank first validates all data on which its step depends, without changing anything (step/validate.py).
-Then all ranks that are connected, directly or through other ranks, by shared parameters vote (comm/vote.py). Either all
-of them raise the same error, or all of them update their weights (step/bucket.py).
+Then all ranks that are connected by parameters, directly or through other ranks, vote (comm/vote.py). (Two ranks are
+connected if a parameter is sharded or replicated over them.) Either all connected ranks raise the same error, or all of
+them update their weights (step/bucket.py).
 
 A failure after the vote can leave weights half updated. The optimizer then refuses further steps until a state dict is
 loaded. Ranks that are waiting for the failed rank raise an error at once.
