@@ -113,8 +113,8 @@ def one_patch(model: Any) -> Any:
 
 # With a single token, the softmax of the attention is always 1, whatever q and k are. In a fused weight, the gradients
 # of the parts for q and k are therefore zero up to rounding, and those of the other parts are nonzero. Each row gives a
-# weight, a function that runs the model with one token, and for each part of the weight, whether its gradient must be
-# zero.
+# weight, a function that runs the model (or one attention module) on a single token, and for each part of the weight,
+# whether its gradient must be zero.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
     "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),

@@ -424,7 +424,7 @@ class Call(ABC, Generic[_K]):
     def before(self) -> Ranks | None:
         """Return the ranks that took part in this rank's last vote, or None if this rank has not yet voted under the
         current default process group. The method is called only on a rank without a cached binding (the plan or the
-        layouts that all connected ranks build together)."""
+        layouts that all connected ranks build together and cache between calls)."""
         return None
 
     @abstractmethod

@@ -365,7 +365,7 @@ class _Clipping(TableCall[_BoundGradients]):
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         """Return the strings that must be equal on the ranks of a set: one string with the arguments of
         `clip_grad_norm_`, and one string with the state of the gradient for each parameter that is sharded or
-        replicated over these ranks."""
+        replicated over exactly these ranks."""
         words = {n: self.states[n] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 

@@ -62,7 +62,7 @@ def _comparisons(
     generator: torch.Generator,
 ) -> Iterator[bool]:
     """Compare the results for a matrix at several positions in a batch with the results for the same matrix at the
-    first position. Yield one bool for each pair of results, which is True if the bits are equal."""
+    first position. Yield one bool for each pair of results, which is True if they are bitwise identical."""
     products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):
