@@ -255,8 +255,9 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-# All tests that use `world2`, `world3`, `world4` or `world8` share these pools of ranks, because `RankPool.cached`
-# keeps a pool running until pools of three other sizes have been requested.
+# Pools of 2, 3, 4 and 8 ranks. Test modules share pools of equal size, because `RankPool.cached` caches the pools of
+# the three most recently requested sizes. The fixtures have module scope, so that they do not keep a pool that has left
+# the cache running for the rest of the session.
 world2, world3, world4, world8 = (
     pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: RankPool.cached(num)) for num in (2, 3, 4, 8)
 )

@@ -297,8 +297,8 @@ class _Mirror:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
-        """Return the merged message of all ranks. It has 0 in place of a digest, because equal digests cancel when they
-        are merged."""
+        """Return the merged message of all ranks. Its sum of digests is 0: the ranks of each set multiply their digests
+        by coefficients that sum to zero, so equal digests cancel (see [Note: the message] in comm/vote.py)."""
         phase, flags, _, presence = message
         return phase, flags, 0, presence
 

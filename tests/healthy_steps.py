@@ -1,4 +1,4 @@
-"""Correct steps with random options, for the tests and the benchmark of `shardmuon.audit`."""
+"""Fault-free optimizer steps with random options, for the tests and the benchmark of `shardmuon.audit`."""
 
 from __future__ import annotations
 

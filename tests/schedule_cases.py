@@ -19,14 +19,15 @@ class ScheduleCase(NamedTuple):
     """Expected properties of a Newton-Schulz schedule.
 
     Attributes:
-        band: Smallest and largest singular value after the steps, to two digits. Before the steps, singular values are
-            between 0.01 and 1.
+        band: Smallest and largest singular value after the steps, to two decimal places. Before the steps, singular
+            values are between 0.01 and 1.
         slope: Slope of the iteration at zero: the product of the linear coefficients of all steps.
         errors: For each matrix of `spectra.SPECTRA`, the relative error (in the Frobenius norm) of the result compared
             with the polar factor, in exact arithmetic and rounded up. Only the error of the square Gaussian matrix
             depends noticeably on the seed. Tests add a bound for rounding errors.
-        restarts: Restarts of the Gram form, in fp16 and in fp32. The entry for fp16 is either their number or the
-            indices of their steps. The entry for fp32 is their number.
+        restarts: A pair (fp16, fp32) with the expected restarts of the Gram form in each of these dtypes. The fp16
+            entry is either the number of restarts, or a tuple with the indices of the steps before which they occur.
+            The fp32 entry is the number of restarts.
     """
 
     band: tuple[float, float]

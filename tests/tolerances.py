@@ -1,9 +1,11 @@
-"""Tolerances for tests: a number of roundings, or the measured rounding error of Newton-Schulz steps in a dtype.
+"""Tolerances for tests. A tolerance is a number of roundings, or the measured rounding error of the Newton-Schulz
+iteration in a dtype.
 
 [Note: one rounding]
     Rounding to a dtype causes a relative error of at most u = eps / 2, the unit roundoff. To first order, the relative
-    error of k rounded operations is therefore at most k u. Fused operations round less often, so the bound is valid on
-    every machine. A sequential sum of n terms has an error of at most (n - 1) u relative to the sum of absolute values.
+    error of a result of k rounded multiplications and divisions is therefore at most k u. Fused operations round less
+    often, so the bound is valid on every machine. A sequential sum of n terms has an error of at most (n - 1) u
+    relative to the sum of absolute values.
 
     In a sum of many terms, the rounding errors partly cancel. If the terms have random signs, the i-th partial sum is
     about sqrt(i) times as large as a term. The root mean square (RMS) of its rounding error is u / sqrt(3) times the
@@ -11,13 +13,16 @@
     is u sqrt(n) / 3. As long as n u is small, u sqrt(n / 6) covers both cases.
 
 [Note: rounding of the steps]
-    The effect of rounding on an orthogonalized matrix depends on the matrix, so it is measured. A few copies of the
-    matrix get random errors of up to one rounding. For each copy, Newton-Schulz steps are computed with every matmul
-    rounded to the dtype (with fp32 sums for half precision), and are compared with steps in fp64. The tolerance is
-    three times the largest error, but at least three roundings of the result for each step. fp64 has no wider
-    reference, so its tolerance is scaled down from that of fp32. The Gram form loses more accuracy on some spectra, so
-    its tolerance is 64 times as large. (`test_gram.py` limits the worst error of the Gram form to 8 times that of the
-    standard form.)
+    A matrix is orthogonalized by the Newton-Schulz iteration, whose steps are X <- (a I + b X X^T + c (X X^T)^2) X. The
+    effect of rounding on the result depends on the matrix, so it is measured. A few copies of the matrix get random
+    errors of up to one rounding. For each copy, the steps are computed with every matmul rounded to the dtype (with
+    fp32 sums for half precision), and the result is compared with that of steps in fp64. The tolerance is three times
+    the largest error, but at least three roundings of the result for each step. fp64 has no wider reference, so its
+    tolerance is scaled down from that of fp32.
+
+    The standard form of the iteration computes each step from X. The Gram form instead iterates on the smaller Gram
+    matrix X X^T, and loses more accuracy on some spectra, so its tolerance is 64 times as large. (`test_gram.py` limits
+    the worst error of the Gram form to 8 times that of the standard form.)
 
 [Note: polar factors]
     An SVD routine returns the exact SVD of a slightly different matrix. The norm of the difference is a small multiple

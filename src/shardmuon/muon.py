@@ -6,8 +6,9 @@ torch.optim.Optimizer. Framework integrations (see host.py) can create further `
 `Core.take_step`.
 
 In a step, each rank first validates all data on which its step depends, without changing anything (step/validate.py).
-Then all ranks that are connected, directly or through other ranks, by shared parameters vote (comm/vote.py). Either all
-of them raise the same error, or all of them update their weights (step/bucket.py).
+Then all ranks that are connected by parameters, directly or through other ranks, vote (comm/vote.py). (Two ranks are
+connected if a parameter is sharded or replicated over them.) Either all connected ranks raise the same error, or all of
+them update their weights (step/bucket.py).
 
 A failure after the vote can leave weights half updated. The optimizer then refuses further steps until a state dict is
 loaded. Ranks that are waiting for the failed rank raise an error at once.
@@ -282,10 +283,10 @@ class Core:
                     init_missing(p, group, self.state[p], self.keeper)
 
 
-# Message that a rank sends to the other ranks after it has made a plan: two dicts whose keys are sets of ranks that
-# share parameters. For each set, the first dict gives the number of shared parameters whose gradient can be missing on
-# some of these ranks. The second dict gives the name of the set's process group, if the sending rank knows such a
-# group.
+# Message that a rank sends to the other ranks after it has made a plan: two dicts whose keys are sets of ranks over
+# which parameters are sharded or replicated. For each set, the first dict gives the number of these parameters whose
+# gradient can be missing on some of the ranks. The second dict gives the name of the set's process group, if the
+# sending rank knows such a group.
 _Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
@@ -431,9 +432,9 @@ class Muon(Core, Optimizer):
 
     The first `step()` (or `prepare()`) reads the layout from the parameters themselves, for example from the mesh and
     placements of a DTensor. Together, the ranks then make a plan, which determines which rank orthogonalizes which
-    matrix. Before each step, all ranks that are connected, directly or through other ranks, by shared parameters vote
-    on the step. Ranks that share matrices exchange them by all-to-alls, one bucket (a set of matrices) at a time. Every
-    rank must call `step()`.
+    matrix. Before each step, all connected ranks vote on the step. Two ranks are connected if a parameter is sharded or
+    replicated over them, or if both are connected to the same rank. Ranks that share matrices exchange them by
+    all-to-alls, one bucket (a set of matrices) at a time. Every rank must call `step()`.
 
     Args:
         params: A module (whose parameters `shardmuon.param_groups` assigns to Muon and AdamW), parameters,

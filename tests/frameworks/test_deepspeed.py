@@ -235,8 +235,8 @@ Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
 def _save(case: Case, folder: str, variant: str | None) -> Saved:
-    """Train two steps, save a checkpoint, and convert it to DeepSpeed's universal format. Return the dense model's
-    weights and state."""
+    """Train for two steps, save a checkpoint, and convert it to DeepSpeed's universal format. Return the unpartitioned
+    weights and optimizer state of the reference model, which is trained in the same way."""
     with started(case, variant=variant) as job:
         for number in range(2):
             job.step(number)

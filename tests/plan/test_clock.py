@@ -31,8 +31,8 @@ B = BucketTimes
         ([[B("g", 1, 1, 100, 1, 1)], [B("g", 50, 1, 1, 1, 1)]], 0, 0, 1.0, [153, 153]),
         # A rank-local bucket (without an exchange) waits for no other rank.
         ([[B(None, 1, 0, 2, 0, 3)], [B("b", 9, 9, 9, 9, 9)]], 0, 0, 1.0, [6, 45]),
-        # If two ranks run their buckets in different orders, they wait for each other and end after 11 and 12 time
-        # units. With equal orders, both end after 9.
+        # If two ranks run their buckets in different orders, they wait for each other and finish after 11 and 12
+        # time units. In the same order, both finish after 9.
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "cba")], 0, 0, 1.0, [11, 12]),
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "abc")], 0, 0, 1.0, [9, 9]),
     ],

@@ -313,8 +313,8 @@ class Sequence:
         for group in self.saved.groups:
             at = self._at(group)
             if at is not None and group.options.get("variant") is None:
-                # A group with a variant raises an error when it loads state that was saved without a variant, so remove
-                # the variant first.
+                # Loading raises an error if a param group sets `variant` but the saved group has none, so set the
+                # group's `variant` to None first.
                 self.job.groups[at]["variant"] = None
         if self.saved.files:
             checkpoint.load(self.saved.files, self.job.model, self.job.optimizer)

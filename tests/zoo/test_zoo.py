@@ -111,8 +111,10 @@ def one_patch(model: Any) -> Any:
     return attention(torch.randn(1, 1, attention.qkv.in_features))
 
 
-# With a single token, the softmax is 1, so v gets a gradient while q and k get none. Each row gives a weight, a
-# function that runs the model, and for each part of the weight, whether the part must have no gradient.
+# With a single token, the softmax of the attention is always 1, whatever q and k are. In a fused weight, the gradients
+# of the parts for q and k are therefore zero up to rounding, and those of the other parts are nonzero. Each row gives a
+# weight, a function that runs the model (or one attention module) on a single token, and for each part of the weight,
+# whether its gradient must be zero.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
     "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),
@@ -135,8 +137,8 @@ def test_only_values_matter_to_a_single_token(name: str) -> None:
         assert is_silent or (part.abs().amax(1) > 0).all()
 
 
-# If the gate part of a fused weight is zero, the part that it gates gets no gradient. With an open gate, every row of
-# the gated part gets a gradient.
+# If the gate part of a fused weight is zero, the gradient of the part that it gates is zero. If the gate part is
+# nonzero, every row of the gated part has a nonzero gradient.
 GATED = {
     "Phi-3": ("model.layers.0.mlp.gate_up_proj.weight", 0, 1),
     "Qwen3-MoE": ("model.layers.0.mlp.experts.gate_up_proj", 0, 1),

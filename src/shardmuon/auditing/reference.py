@@ -301,7 +301,8 @@ class Reference:
         self.sigmas, self.coords = values.clamp(min=0.0).sqrt(), self.vectors.T @ x
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
-        """Express a matrix in the basis of the left singular vectors, in the matrix's own dtype."""
+        """Express a matrix, or its transpose if `tall` is True, in the basis `vectors`: the left singular vectors of
+        the matrix for which this object was made. The result has the dtype of the argument."""
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)

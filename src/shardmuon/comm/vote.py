@@ -32,10 +32,10 @@ ranks raise an error.
     is 0 with a probability of at most n / 2^128.
 
 [Note: who votes]
-    All ranks of a component vote before each call. To make the call, they need a binding, which is data (such as a
-    plan) that the ranks build together and cache from one call to the next. A rank without a cached binding requests a
-    rebuild in a vote with the ranks with which it last voted. Ranks with a cached binding learn of the request in the
-    same vote, because they also begin the call with a vote. All ranks then rebuild the binding.
+    All ranks of a component vote before each call. To make the call, they need a binding: the plan (for a step) or the
+    layouts (for clipping and QK-clip) that these ranks build together and cache between calls. A rank without a cached
+    binding requests a rebuild in a vote with the ranks with which it last voted. Ranks with a cached binding learn of
+    the request in the same vote, because they also begin the call with a vote. All ranks then rebuild the binding.
 
     A rank that has never voted does not know its component. Instead, it votes in each of its sets that is not contained
     in a larger one. Usually, there is only one such set, which is the whole component.
@@ -148,8 +148,8 @@ class Flag(IntFlag):
 
     Attributes:
         FAULT: The rank has an error and cannot proceed.
-        STALE: The binding (data that the ranks have built together and cached) is missing on the rank or does not match
-            the rank's parameters.
+        STALE: The binding (the plan or the layouts that all connected ranks build together and cache between calls) is
+            missing on the rank or does not match the rank's parameters.
         AUDIT: The rank requests that this optimizer step be audited.
         UNLIKE: Ranks have different digests (hashes) of data that must be equal on them. Only a verdict has this flag.
         BEYOND: The rank is connected to ranks that do not take part in this vote.
@@ -371,7 +371,8 @@ def current_world() -> bytes | None:
 
 
 class Agreed:
-    """Binding: data that connected ranks have built together and cache from one collective call to the next.
+    """Binding: the plan or the layouts that all ranks connected by parameters or process groups have built together and
+    cache between collective calls.
 
     Attributes:
         component: All connected ranks. They vote together.
@@ -399,8 +400,8 @@ class Call(ABC, Generic[_K]):
 
     Attributes:
         phase: The operation on which the ranks vote, such as a step.
-        renews: What to do if the bindings (data that the ranks have built together and cached) differ between ranks:
-            rebuild them if True, raise an error if False.
+        renews: What to do if the bindings (the plan or the layouts that all connected ranks build together and cache
+            between calls) differ between ranks: rebuild them if True, raise an error if False.
         doing: Verb for error messages, such as "clip".
         rule: Sentence for error messages that says which inputs must be equal on all ranks of a set.
     """
@@ -412,18 +413,18 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def known(self) -> _K | None:
-        """Return the binding (data that ranks have built together) that the last call cached, or None if no cached
-        binding applies to this call."""
+        """Return the binding (the plan or the layouts that all connected ranks have built together) that the last call
+        cached, or None if no cached binding applies to this call."""
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
-        """Return True if the cached binding `kept` (data that ranks have built together) matches the current
-        parameters, layouts and options."""
+        """Return True if the cached binding `kept` (the plan or the layouts that all connected ranks have built
+        together) matches the current parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
         """Return the ranks that took part in this rank's last vote, or None if this rank has not yet voted under the
-        current default process group. The method is called only on a rank without a cached binding (data that ranks
-        have built together)."""
+        current default process group. The method is called only on a rank without a cached binding (the plan or the
+        layouts that all connected ranks build together and cache between calls)."""
         return None
 
     @abstractmethod
@@ -434,8 +435,8 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
-        """Rebuild the binding, which is data that all connected ranks build together and cache. Collective over these
-        ranks.
+        """Rebuild the binding: the plan or the layouts that all ranks connected by parameters or process groups build
+        together and cache between calls. Collective over these ranks.
 
         This method must record its errors in `fault`, because no caller catches its exceptions. `before` contains the
         ranks that last voted together, or is None if these ranks are unknown.
@@ -468,9 +469,9 @@ class Call(ABC, Generic[_K]):
         )
 
     def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:
-        """Vote with all connected ranks on whether to make the call. The call needs a binding, which is data that the
-        ranks build together and cache. If the binding is out of date on any rank, all ranks rebuild it and vote again.
-        Collective over all connected ranks.
+        """Vote with all connected ranks on whether to make the call. The call needs a binding: the plan or the layouts
+        that these ranks build together and cache between calls. If the binding is out of date on any rank, all ranks
+        rebuild it and vote again. Collective over all connected ranks.
 
         Args:
             fault: Record of this rank's error, if this rank already has one.
@@ -508,8 +509,9 @@ class Call(ABC, Generic[_K]):
             fresh = self.renew(None if verdict.flags & Flag.BEYOND else kept.component, fault)
 
     def renewed(self, fault: Fault) -> _K:
-        """Rebuild the binding (data that ranks build together), starting on a rank without a cached binding. Collective
-        over the component: ranks with a cached binding learn of the rebuild in their next vote ([Note: who votes])."""
+        """Rebuild the binding (the plan or the layouts that all connected ranks build together), starting on a rank
+        without a cached binding. Collective over all connected ranks: those with a cached binding learn of the rebuild
+        in their next vote ([Note: who votes])."""
         sets, component = list[Ranks](), None
         # Try twice to find the sets of ranks that are waiting for this rank, because an interrupt can end the first
         # attempt.
@@ -529,8 +531,8 @@ class Call(ABC, Generic[_K]):
         """Find out why a vote failed, and raise Refused with the reason on every rank. Collective over all ranks that
         voted.
 
-        If the reason is that ranks have different bindings (data that the ranks have built together and cached), and
-        `renews` is True, return on every rank instead. The caller then rebuilds the bindings.
+        If the reason is that ranks have cached different bindings (the plan or the layouts, which must be equal on all
+        connected ranks), and `renews` is True, return on every rank instead. The caller then rebuilds the bindings.
         """
         component, token = kept.component, kept.token if self.renews else b""
         everyone = gather({(): token, **digests}, component, fault)

@@ -602,7 +602,7 @@ def _optimizer_class(base: type) -> type:
 
 
 def _distributed_optimizer(
-    base: type,  # Megatron's class DistributedOptimizer
+    base: type,  # Megatron's `DistributedOptimizer` class
     muon: Muon,
     *args: Any,  # further positional arguments of Megatron's class, up to init_state_fn
     process_group: Any,
@@ -612,7 +612,7 @@ def _distributed_optimizer(
     """Wrap an optimizer in Megatron's distributed optimizer.
 
     Args:
-        base: Megatron's `DistributedOptimizer`.
+        base: Megatron's `DistributedOptimizer` class.
         muon: Optimizer whose groups contain the model's parameters. This function replaces the parameters with shards.
         *args, **kwargs: Further arguments of `base`.
         process_group: All ranks over which the parameters are replicated, across all instances of Megatron's

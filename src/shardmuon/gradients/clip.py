@@ -1,5 +1,5 @@
-"""Gradient clipping by one global norm, however the parameters are sharded. Either all ranks get the same norm, bit for
-bit, or all ranks raise an error.
+"""Clips all gradients by one global norm, however the parameters are sharded. Either all ranks get the same norm, bit
+for bit, or all ranks raise an error.
 
 [Note: who sums with whom]
     Two ranks are connected if a parameter is sharded or replicated over them, or if both are in the `process_group`
@@ -7,9 +7,9 @@ bit, or all ranks raise an error.
     together. Data that is stored on several ranks is counted only once.
 
     For some tensors, this module cannot know whether other ranks store replicas. A plain tensor can be a replica, as
-    under DDP, or exist on one rank only. A DTensor on only some of the ranks, such as those of one data-parallel axis,
-    can have replicas on other ranks (in layers that tensor parallelism does not shard) or none (in experts and pipeline
-    stages). The gradients of such tensors are called loose in this file.
+    under DDP, or exist on one rank only. A DTensor whose mesh covers only some of the ranks, such as those of one
+    data-parallel axis, can have replicas on other ranks (in layers that tensor parallelism does not shard) or none (in
+    experts and pipeline stages). The gradients of such tensors are called loose in this file.
 
     To find replicas, each rank groups its loose gradients by shape and by the set of ranks that store the tensor, and
     computes one norm per group. If two ranks have the same position in their sets and get the same norm, their
@@ -364,13 +364,14 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         """Return the strings that must be equal on the ranks of a set: one string with the arguments of
-        `clip_grad_norm_`, and one string per shared parameter with the state of the parameter's gradient."""
+        `clip_grad_norm_`, and one string with the state of the gradient for each parameter that is sharded or
+        replicated over exactly these ranks."""
         words = {n: self.states[n] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
     def _align(self, bound: _BoundGradients) -> None:
         """Redistribute those gradients whose placement differs from their parameter's, in the same order on all ranks.
-        Collective over the ranks that share these parameters."""
+        Collective over the ranks over which these parameters are sharded or replicated."""
         for number in bound.in_order:
             param = self.params[number].param
             if self.states[number] == GradientState.MISPLACED:

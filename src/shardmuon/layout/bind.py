@@ -378,9 +378,10 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
 
 
 class TableCall(Call[_K]):
-    """Base class of collective calls that need the layouts of parameters, such as an optimizer step. The data that a
-    call derives from the layouts is called its binding, and is cached for later calls. If no valid binding is cached,
-    the ranks build a new layout table, and the method `made` derives a new binding from it.
+    """Base class of collective calls that need the layouts of parameters, such as an optimizer step. The call's
+    binding is either a plan that is derived from the layouts, or the layouts themselves. It is cached for later calls.
+    If no valid binding is cached, the ranks build a new layout table, and the method `made` derives a new binding from
+    it.
 
     Attributes:
         beyond: Ranks that must take part in the call even if they share no parameter with this rank. None: there are no
@@ -403,13 +404,13 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:
-        """Derive the binding (the data that later calls reuse) from a new layout table. Return the binding and a
-        picklable message, which the caller sends to all ranks that built the table together."""
+        """Derive the binding (the plan or the layouts, which later calls reuse) from a new layout table. Return the
+        binding and a picklable message, which the caller sends to all ranks that built the table together."""
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete the binding `kept` (the data that later calls reuse) with `everyone`, the messages that `made`
-        returned on all ranks. Store the binding for later calls."""
+        """Complete the binding `kept` (the plan or the layouts, which later calls reuse) with `everyone`, the messages
+        that `made` returned on all ranks. Store the binding for later calls."""
 
     def sets(self, fault: Fault) -> list[Ranks]:
         found = _sharers_of(self.waiting, fault).values()

@@ -2,9 +2,10 @@
 of which belongs to a single matrix. Pure index arithmetic.
 
 [Note: two addresses]
-    A tile is a box of indices of the tensor. (If blocks repeat along a dim of the tensor, the dim is first unflattened
-    into two dims, see views.py.) Such a box can be addressed by strides, both in the storage of its rank and in its
-    matrix. A single copy between two strided views therefore moves a tile from one to the other.
+    A tile is a box of indices of the tensor. (If blocks repeat along a dim of the tensor, this dim of size a * b is
+    first replaced with two dims of sizes a and b, see views.py.) Such a box can be addressed by strides, both in the
+    storage of its rank and in its matrix. A single copy between two strided views therefore moves a tile from one to
+    the other.
 
     All ranks know the boxes of all tiles. Only the rank that stores a tile knows the strides of its own storage. These
     strides can change from step to step, so they are read at each access.
@@ -121,8 +122,8 @@ class Patch(NamedTuple):
 
 class Tile(NamedTuple):
     """The elements that a matrix has in common with a piece of the tensor that one rank stores. They form a box of
-    indices of the tensor. (If blocks repeat along a dim of the tensor, the dim is first unflattened into two dims, see
-    [Note: the fine index space] in views.py.)
+    indices of the tensor. (If blocks repeat along a dim of the tensor, this dim of size a * b is first replaced with
+    two dims of sizes a and b, as by `Tensor.unflatten`, see [Note: the fine index space] in views.py.)
 
     Attributes:
         matrix: Index of the matrix in the tensor's `MatrixView`.
@@ -216,8 +217,9 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
 
 
 def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
-    """Convert a box of the tensor's index space to boxes of the fine index space, in which at most one dim of the
-    tensor is split in two."""
+    """Convert a box of indices of the tensor to boxes of indices of the unflattened tensor. (If blocks repeat along a
+    dim of the tensor, this dim of size a * b is replaced with two dims of sizes a and b, as by `Tensor.unflatten`, see
+    [Note: the fine index space] in views.py.) If no dim is replaced, yield the box unchanged."""
     d = view.split_dim
     if d < 0:
         yield span

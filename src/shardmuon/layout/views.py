@@ -5,10 +5,11 @@
     of rows or columns. A convolution kernel is flattened to one matrix. Any of these tensors can also be stored
     transposed.
 
-    One representation covers all cases. If the blocks of a fused projection repeat along a dim, this dim is replaced
-    with two dims, as by `Tensor.unflatten`: the index of the repeat, and the index within the repeat. The other dims
-    stay unchanged. The indices of the resulting dims are called the fine index space. In this space, every matrix is a
-    box, and each dim has one stride in the row-major matrix.
+    One representation covers all cases. If the blocks of a fused projection repeat along a dim, this dim of size a * b
+    is replaced with two dims of sizes a and b, as by `Tensor.unflatten`. The first of them is the index of the repeat,
+    and the second is the index within the repeat. The other dims stay unchanged. The indices of the resulting dims are
+    called the fine index space. In this space, every matrix is a box, and each dim has one stride in the row-major
+    matrix.
 
     So the part of a matrix that a rank stores also consists of boxes. Each of them has strides in the storage and
     strides in the matrix, both of which can be passed to `Tensor.as_strided`.
@@ -34,8 +35,8 @@ def row_major(sizes: Sequence[int]) -> Ints:
 
 class _Matrix(NamedTuple):
     """Part of a tensor that is orthogonalized as one matrix. This part is a box of indices of the tensor. (If blocks
-    repeat along a dim of the tensor, the dim is first replaced with two dims, as by `Tensor.unflatten`, see [Note: the
-    fine index space].)
+    repeat along a dim of the tensor, this dim of size a * b is first replaced with two dims of sizes a and b, as by
+    `Tensor.unflatten`, see [Note: the fine index space].)
 
     Attributes:
         rows, cols: Shape of the matrix.
@@ -56,8 +57,8 @@ class MatrixView:
 
     Attributes:
         shape: Shape of the whole tensor.
-        fine: Shape of the tensor after dim `split_dim` has been replaced with two dims, as by `Tensor.unflatten`
-            ([Note: the fine index space]).
+        fine: Shape of the tensor after dim `split_dim`, of size a * b, has been replaced with two dims of sizes a and
+            b, as by `Tensor.unflatten` ([Note: the fine index space]).
         split_dim: Dim of `shape` that is replaced with two dims in `fine`; -1 if `fine` equals `shape`.
         matrices: The matrices of the tensor. A matrix is identified by its index in this tuple.
         num_row_dims: Number of leading dims of `shape` that index rows of the stored tensor: 2 for a stack of matrices,
@@ -76,8 +77,8 @@ class MatrixView:
         return max(matrix.cols for matrix in self.matrices)
 
     def refined(self, strides: Sequence[int]) -> Ints:
-        """Convert the strides of a tensor to strides for the dims of `fine`, in which one dim of the tensor may be
-        split in two."""
+        """Convert the strides of a tensor to strides for the dims of `fine`, in which two dims can replace dim
+        `split_dim` of the tensor."""
         if self.split_dim < 0:
             return tuple(strides)
         d, period = self.split_dim, self.fine[self.split_dim + 1]

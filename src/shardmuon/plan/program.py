@@ -226,8 +226,8 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
-    # A rank that does not orthogonalize the matrix sends results only in the relay, to ranks that store the same
-    # pieces.
+    # A rank that does not orthogonalize the matrix sends results only in the relay, the second exchange, which forwards
+    # results to the other ranks that store the same pieces.
     if rank != item.owner_for(layout, rank):
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)

@@ -62,8 +62,8 @@ class Machine(NamedTuple):
         return min(found, key=lambda one: (one.half, one.network, one.name), default=MACHINES["cpu-gloo"])
 
 
-# For each fraction in `Machine.shares`, the longest short side of a matrix to which the fraction applies. The last
-# fraction also applies to longer sides.
+# Upper limits on a matrix's shorter side, one for each fraction in `Machine.shares`. A fraction applies to matrices up
+# to its own limit and above the previous limit. The last fraction also applies to all larger matrices.
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 # Dict from the name of a machine to all attributes of `Machine` after `shares`. The numbers are derived from the middle

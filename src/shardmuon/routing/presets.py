@@ -54,8 +54,9 @@ class Role:
         view: Options with which `matrix_view` divides the parameter into matrices. They can also be set for a parameter
             that goes to AdamW by default, because the user can assign the parameter to Muon.
         reads: Sizes of a layer's input dims, or the width of a norm or an embedding; empty if unknown.
-        decays: Whether AdamW applies weight decay. Ignored for 1-D parameters, which never decay.
-        remark: Addition to the reason, such as a "fused?" hint. Only for parameters that go to Muon by default.
+        decays: Whether AdamW applies weight decay to the parameter. Ignored for 1-D parameters, which are never
+            decayed.
+        remark: Text appended to the reason, such as a "fused?" hint. Only for parameters that go to Muon by default.
     """
 
     kind: _Kind
@@ -114,7 +115,7 @@ class _Preset:
             The shape is an argument because the weight itself may be a placeholder. If the function raises an error or
             the sizes do not fit the weight, the entry is skipped.
         kind: "matrices", "entries" etc. (see `_Kind`).
-        decays: Whether AdamW applies weight decay.
+        decays: Whether AdamW applies weight decay to the weight. Ignored for 1-D weights, which are never decayed.
         has: Names of attributes that the module must also have for the entry to match.
     """
 
@@ -270,8 +271,9 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # Presets for experts. They match known classes, and any class with the attributes in which the transformers library
-    # records the order of stored weights.
+    # Presets for experts. They match the classes in `_KNOWN_EXPERTS`. They also match any class whose name ends in
+    # "Experts" and whose instances have the attributes `is_transposed` and `is_concatenated`. These attributes describe
+    # the layout of expert weights in the transformers library.
     *(
         preset
         for types, has in ((_KNOWN_EXPERTS, ()), (("*Experts",), ("is_transposed", "is_concatenated")))

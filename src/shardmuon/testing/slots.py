@@ -27,7 +27,7 @@ def search(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     draws: int = 4,
 ) -> Iterator[tuple[str, list[bool]]]:
-    """Check whether the results for a matrix have the same bits at several positions (slots) in a batch. The results
+    """Check whether the results for a matrix are bitwise identical at several positions (slots) in a batch. The results
     are the orthogonalized matrix and the matrix products of a Newton-Schulz step.
 
     Args:
@@ -38,8 +38,9 @@ def search(
             matrices or copies of the matrix.
 
     Yields:
-        For each shape, method and dtype, a description and a list with one bool per comparison, which is True if the
-        bits are equal.
+        For each shape and dtype, a description and a list with one bool per comparison, which is True if the results
+        are bitwise identical. The orthogonalization method is "standard". One more list per shape is for "gram", with
+        the dtype in which that method computes its products on this device, if `dtypes` contains that dtype.
     """
     generator, of_gram = torch.Generator().manual_seed(0), products_dtype("gram", None, device)
     ways = [("standard", dtype) for dtype in dtypes]
@@ -61,7 +62,7 @@ def _comparisons(
     generator: torch.Generator,
 ) -> Iterator[bool]:
     """Compare the results for a matrix at several positions in a batch with the results for the same matrix at the
-    first position. Yield one bool for each pair of results, which is True if the bits are equal."""
+    first position. Yield one bool for each pair of results, which is True if they are bitwise identical."""
     products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):

@@ -29,9 +29,9 @@ class FlatShard:
         shape: Shape of the whole tensor.
         start: Index of the shard's first element in the flattened tensor or, under tensor parallelism, in the flattened
             tensor-parallel shard.
-        group: Process group whose ranks share the tensor (or the tensor-parallel shard). A gradient norm adds up the
-            parts of all ranks in this group. If a framework replicates parts within the group, it must therefore clip
-            gradients itself.
+        group: Process group whose ranks together store the tensor (or the tensor-parallel shard). A gradient norm sums
+            the contributions of all ranks in this group. Parts that are replicated within the group would be counted
+            more than once, so a framework that replicates parts within the group must clip gradients itself.
         kind: Name of this kind of shard for error messages, in words that users know.
         tp_group: The tensor-parallel group or, under FSDP1's HYBRID_SHARD, the group of ranks that store replicas of
             this shard. None: there is no such group. All ranks of `group` must have the same index in their own
