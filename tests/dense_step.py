@@ -285,8 +285,8 @@ def assert_like_the_formula(
     views: Mapping[str, Callable[[], MatrixView]],
     view_options: Mapping[str, Mapping[str, Any]],
     layout: str,  # layout of the simulated ranks
-    options: Sequence[Mapping[str, Any]],  # option dicts of parameter groups, which the parameters use in rotation
-    # pairs (weight dtype, gradient dtype), which the parameters use in rotation
+    options: Sequence[Mapping[str, Any]],  # param-group options, assigned to parameters in turn
+    # pairs (weight dtype, gradient dtype), assigned to parameters in turn
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     *,
     copies: int = 1,  # number of parameters for each entry of `views`

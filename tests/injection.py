@@ -158,9 +158,9 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
 
 @contextlib.contextmanager
 def raising(place: Place | None, error: BaseException, number: int = 1, after: str = "") -> Iterator[dict[str, int]]:
-    """Raise `error` in the `number`-th call of `place` after the function `after` has been entered.
+    """Raise `error` in the `number`-th call to `place`, counted from the first call to the function `after`.
 
-    Yield a dict whose "calls" value is the number of calls of `place` so far.
+    Yield a dict whose "calls" value is the number of these calls so far.
     """
     state = {"begun": not after, "calls": 0}
     line = place.line if place else 0

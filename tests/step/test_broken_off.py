@@ -117,11 +117,9 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# In each case whose pattern is made by `_in_turns`, the rank fails in its second bucket. The arguments are the numbers
-# of the first and the last phase in which another rank may notice the failure.
-# - The first phase belongs to the oldest exchange for which the failed rank may have sent only a part of its data, or
-#   to the first exchange that another rank starts after the failure.
-# - The last phase is the wait for the first exchange that the failed rank never started.
+# In each case whose pattern is made by `_in_turns`, the rank fails in its second bucket. The arguments of `_in_turns`
+# are the indices of the first and the last phase in which another rank may notice the failure. In the last phase, the
+# rank waits for an exchange that the failed rank never started.
 # In the case "relay", the rank dies after receiving its results but before passing any of them on to the other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),

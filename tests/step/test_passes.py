@@ -79,7 +79,7 @@ def normalize(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Normalize a batch with the implementation for accelerators, which sums the norms in fp64."""
+    """Normalize a batch with the implementation for accelerators, which sums the squares of each norm in fp64."""
     return _normalize_in_fp64(x, empty_batch(x.shape, dtype, x.device))
 
 

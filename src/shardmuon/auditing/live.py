@@ -394,8 +394,8 @@ class _Part(NamedTuple):
     places: Tensor
 
     def select(self, storage: Tensor) -> Tensor:  # (n,)
-        """Read the elements from `storage`: the rank's local weights, gradient, momentum, or values that a stage of a
-        Muon variant stores."""
+        """Read the matrix's elements from one of the rank's local tensors: its weights, gradient or momentum, or state
+        of a stage of the Muon variant."""
         indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
         found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
         return torch.cat([storage.new_empty(0), *found])

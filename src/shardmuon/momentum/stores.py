@@ -79,7 +79,7 @@ class Stream:
     # returns int32 numbers in [0, 2**16), with shape patch.sizes
     def bits(self, patch: Patch, device: torch.device) -> Tensor:
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
-        # dims of the patch along which the matrix's column index changes, and the other dims
+        # dims of the patch that step through the matrix's columns, and dims that step through its rows
         along = [d for d, step in enumerate(patch.cols) if step]
         across = [d for d, step in enumerate(patch.cols) if not step]
         order = (*across, *along)
