@@ -334,8 +334,8 @@ def _as_global(
     state: Mapping[str, Mapping[str, Any]],  # dict from parameter name to a dict of its optimizer state
     table: Table,  # layouts of all parameters whose shards are plain tensors
 ) -> dict[str, Any]:
-    """In the weights and optimizer state to save, replace every plain-tensor shard with a `_Shard`, which records the
-    shard's position in the whole tensor ([Note: plain shards]).
+    """Replace every plain-tensor shard in the weights and the optimizer state to save with a `_Shard`, which records
+    the shard's position in the whole tensor ([Note: plain shards]).
 
     Returns:
         {"model": weights, "optimizer": {"state": state}}.

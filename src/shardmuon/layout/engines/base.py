@@ -57,7 +57,7 @@ Grid = tuple[Ranks, ...]
 
 
 class Ties(NamedTuple):
-    """What one rank knows about the ranks that share a tensor. These ranks form a grid, in which each row stores one
+    """One rank's view of the ranks that share a tensor. These ranks form a grid, in which each row stores one
     replica of the tensor and each column stores the same part. A single rank knows only its own row and column. The
     rest of the grid follows from the reports of the other ranks.
 
