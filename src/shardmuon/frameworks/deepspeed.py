@@ -137,6 +137,8 @@ class _Flat(Core):
         slices, process_group = _slices_of(flat, params, zero3)
         self.parts = [(names[id(part.param)], part, _make_shard(flat, part, process_group)) for part in slices]
         self.state = defaultdict(dict)
+        # The groups must exist before the first vote, because a rank that votes with an error is also asked for them.
+        self.take_options(group)
         if self.swapped:
             _refuse_swaps(self.parts, zero3)
 
@@ -144,6 +146,11 @@ class _Flat(Core):
     def states(self) -> dict[str, dict[str, Any]]:
         """Dict from parameter name to the optimizer state of this rank's part of the parameter."""
         return {name: self.state[shard] for name, _, shard in self.parts}
+
+    def take_options(self, group: Mapping[str, Any]) -> None:
+        """Make this core's only group: the options of an optimizer group, with this rank's shards as parameters."""
+        names, shards = [name for name, _, _ in self.parts], [shard for _, _, shard in self.parts]
+        self.param_groups = [{**group, "params": shards, "param_names": names}]
 
     def unlike_model(self) -> list[str]:
         """List the names of parameters whose parts in the flat buffer differ from the model's weights."""
@@ -430,13 +437,7 @@ class _DeepSpeedHost(Host):
                 if known.is_muon:
                     known.broken, fault = None, Fault()
                     with fault:
-                        known.param_groups = [
-                            {
-                                **group,
-                                "params": [shard for _, _, shard in known.parts],
-                                "param_names": [name for name, _, _ in known.parts],
-                            }
-                        ]
+                        known.take_options(group)
                         known.show()
                         self._complete_state(core.state[flat], known)
                         momentum = core.state[flat]["exp_avg"]
