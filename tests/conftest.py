@@ -9,14 +9,14 @@ make test runs reproducible.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import deepspeed_job
 import hypothesis
@@ -79,9 +79,9 @@ class _Shared:
     """Pytest plugin that runs the tests of a session in several processes, so that two cores stay busy until the end.
 
     This process and a forked process take test files from a shared queue, starting with files whose tests need ranks. A
-    second forked process runs the framework tests. A new Python process repeats the tests marked `numeric` with the
-    other matmul dtype (bf16 or fp32). The logs of all processes are printed before pytest's summary line, and a failure
-    in any process fails the session.
+    second forked process runs the framework tests, and a third one repeats the tests marked `numeric` with the other
+    matmul dtype (bf16 or fp32). The logs of all processes are printed before pytest's summary line, and a failure in
+    any process fails the session.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -92,6 +92,9 @@ class _Shared:
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.option.collectonly:
             return None
+        # Exclude all imported objects from garbage collection. pytest collects garbage often, and each collection would
+        # visit half a million objects of torch.
+        gc.freeze()
         units: dict[object, list[pytest.Item]] = {"framework": [], "apart": []}
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
@@ -105,7 +108,10 @@ class _Shared:
         numeric = [item for item in session.items if _has(item, "numeric")]
         other = _name(not cpu_has_bf16_matmul())
         if numeric and self._forked(f"numeric tests with {other} products"):
-            self._become_other(other, numeric)
+            os.environ["SHARDMUON_CPU_BF16"] = str(int(other == "bf16"))
+            cpu_has_bf16_matmul.cache_clear()
+            _preload(numeric)
+            return _run(session, [numeric])
         if framework and self._forked("tests of frameworks"):
             _preload(framework)
             return _run(session, [framework])
@@ -113,18 +119,6 @@ class _Shared:
         if self._forked("tests that start their own ranks, and half of the others"):
             return _run(session, itertools.chain([apart], queue))
         return _run(session, queue)
-
-    def _become_other(self, other: str, items: list[pytest.Item]) -> NoReturn:
-        """Replace this process with a new Python process that runs the tests with the matmul dtype `other` (bf16 or
-        fp32). A new process is needed because the dtype is cached per process."""
-        args = self._config.args
-        # If no argument names a single test, only the files that have numeric tests are passed to the new pytest
-        # process, so that it does not import the other files.
-        if not any("::" in arg for arg in args):
-            args = list(dict.fromkeys(str(item.path) for item in items))
-        os.chdir(self._config.invocation_params.dir)
-        command = [sys.executable, "-m", "pytest", "-m", "numeric", "--arithmetic", other, "-p", "no:cacheprovider"]
-        os.execv(sys.executable, [*command, *args])
 
     def _forked(self, name: str) -> bool:
         """Fork this process. Return True in the child process, whose output goes to a log file."""

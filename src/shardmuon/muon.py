@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardmuon._torch import default_group, is_dtensor
+from shardmuon._torch import default_group, is_dtensor, local_if_any
 from shardmuon.auditing.report import AuditError, AuditReport, AuditSchedule
 from shardmuon.checkpoint.state import init_missing, read_state
 from shardmuon.comm.groups import GroupRef, Lane, Ranks, Traffic, group_for, group_ranks, my_rank
@@ -402,8 +402,8 @@ def _trained(groups: Sequence[Group]) -> bool:
     params = [p for group in groups for p in group["params"]]
     if any(p.grad is not None for p in params):
         return True
-    # an FSDP1 rank that stores no elements of any parameter never has gradients, so it must not warn
-    if any(p.numel() > 0 for p in params):
+    # a rank that stores no elements of any parameter may never have gradients, so it must not warn
+    if any(local_if_any(p).numel() > 0 for p in params):
         warnings.warn(
             "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
             "If you did, the model's parameters are other tensors by now: make the optimizer after fully_shard(), "
