@@ -240,7 +240,7 @@ def test_a_planted_fault_is_caught_and_named(
     is planted in the first step, before any optimizer state exists."""
     found = world2.run(caught_all, rows, options, names, first=first)
     for name in names:
-        check_caught(name, [of_rank[name] for of_rank in found])
+        check_caught(name, found)
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
