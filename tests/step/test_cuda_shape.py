@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -220,6 +221,7 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
 # --------------------------------------------------------------------------------------------------------- budgets
 
 
+@cache
 def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int, Plan]:
     """Take one steady-state step on the simulated device, as one of `ranks` ranks. Return the simulated device with its
     record of the step, the peak of the step's temporary memory in bytes, and the step's plan."""
@@ -455,8 +457,8 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
     with mock.patch(target, planted):
         if told not in ("launches", "waits", "uploads"):
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
-                _count(ranks, layers=1, **options)
+                _count.__wrapped__(ranks, layers=1, **options)
             return
         # The upper limits on launches are for 12 layers, so faults that add launches must be tested on the full model.
-        found, *_ = _count(ranks, layers=12 if told == "launches" else 1, **options)
+        found, *_ = _count.__wrapped__(ranks, layers=12 if told == "launches" else 1, **options)
     assert found.launches.total() > BUDGETS["standard", 8] if told == "launches" else getattr(found, told)
