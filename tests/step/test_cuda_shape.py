@@ -124,7 +124,7 @@ def test_one_by_one_a_matrix_has_its_own_bits_among_others(options: dict[str, An
 def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_reads_it() -> None:
     with CudaShape():
         numbers, written = _made(**STANDARD), _made(**STANDARD, lr=_there(torch.tensor(0.05)))
-        for step, lr in enumerate((0.05, 0.02, 0.01), 1):
+        for step, lr in enumerate((0.05, 0.02), 1):
             for group, other in zip(numbers.groups, written.groups, strict=True):
                 group["lr"] = lr
                 other["lr"].fill_(lr)
@@ -134,9 +134,9 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_
             assert not check.report.findings, check
     expected = _found(numbers)
     for name, one in _found(written).items():
-        # An lr given as a tensor is rounded to fp32. In each of three steps, this adds a few rounding errors relative
-        # to |weight| + lr.
-        assert_rounded(one, expected[name], roundings=3 * 12, scale=expected[name].abs() + 3 * 0.1)
+        # An lr given as a tensor is rounded to fp32. In each of two steps, this adds a few rounding errors relative to
+        # |weight| + lr.
+        assert_rounded(one, expected[name], roundings=2 * 12, scale=expected[name].abs() + 2 * 0.1)
 
 
 def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same() -> None:
