@@ -670,8 +670,7 @@ def caught_all(
     device: str = "cpu",
     first: bool = False,
 ) -> dict[str, AuditReport]:
-    """Audit a step with each fault, and return the reports by fault. Faults of the layout "single" concern no other
-    rank, so only rank 0 plants them."""
+    # Faults of the layout "single" concern no other rank, so only rank 0 plants them.
     with meshes_on(device):
         return {
             name: caught(name, rows, first, **options)
