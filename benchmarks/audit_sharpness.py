@@ -52,7 +52,7 @@ def count_named(rows: list[int], device: str) -> tuple[list[str], dict[str, Any]
                 found = pool.run(caught_all, size, options, tuple(FAULTS), device)
                 for name in FAULTS:
                     try:
-                        check_caught(name, [of_rank[name] for of_rank in found])
+                        check_caught(name, found)
                         data[name][f"{product} {size}"] = "named"
                     except AssertionError as error:
                         data[name][f"{product} {size}"] = "NOT"

@@ -166,7 +166,7 @@ def test_layouts_are_built_and_compared_where_they_are_told(layout: str, variant
 def test_planted_faults_are_named_on_a_device(products: str) -> None:
     found = RankPool.cached(2).run(caught_all, 256, PRODUCTS[products], tuple(FAULTS), "cuda")
     for name in FAULTS:
-        check_caught(name, [of_rank[name] for of_rank in found])
+        check_caught(name, found)
 
 
 # -------------------------------------------------------------------------------------------------------- the script

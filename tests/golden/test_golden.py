@@ -9,6 +9,7 @@ import pytest
 import torch
 from golden import rows
 from golden.table import DTYPES, OPTIONS, PARAMS, Row, placed, rows_of
+from simulated import quick_plans
 from torch import Tensor
 
 from shardmuon._torch import local_if_any
@@ -37,6 +38,7 @@ def _dealt() -> list[tuple[int, Row]]:
 ROWS = _dealt()
 
 
+@quick_plans()
 def _differing(row: Row, whole: Mapping[str, Tensor]) -> list[str]:
     """Return the names of weights, momentum and AdamW moments on this rank that differ from a single-process run."""
     numbers = {name: torch.arange(math.prod(p.shape), dtype=torch.float64).view(p.shape) for name, p in PARAMS.items()}

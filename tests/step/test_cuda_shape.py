@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -123,7 +124,7 @@ def test_one_by_one_a_matrix_has_its_own_bits_among_others(options: dict[str, An
 def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_reads_it() -> None:
     with CudaShape():
         numbers, written = _made(**STANDARD), _made(**STANDARD, lr=_there(torch.tensor(0.05)))
-        for step, lr in enumerate((0.05, 0.02, 0.01), 1):
+        for step, lr in enumerate((0.05, 0.02), 1):
             for group, other in zip(numbers.groups, written.groups, strict=True):
                 group["lr"] = lr
                 other["lr"].fill_(lr)
@@ -133,9 +134,9 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_
             assert not check.report.findings, check
     expected = _found(numbers)
     for name, one in _found(written).items():
-        # An lr given as a tensor is rounded to fp32. In each of three steps, this adds a few rounding errors relative
-        # to |weight| + lr.
-        assert_rounded(one, expected[name], roundings=3 * 12, scale=expected[name].abs() + 3 * 0.1)
+        # An lr given as a tensor is rounded to fp32. In each of two steps, this adds a few rounding errors relative to
+        # |weight| + lr.
+        assert_rounded(one, expected[name], roundings=2 * 12, scale=expected[name].abs() + 2 * 0.1)
 
 
 def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same() -> None:
@@ -220,6 +221,7 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
 # --------------------------------------------------------------------------------------------------------- budgets
 
 
+@cache
 def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int, Plan]:
     """Take one steady-state step on the simulated device, as one of `ranks` ranks. Return the simulated device with its
     record of the step, the peak of the step's temporary memory in bytes, and the step's plan."""
@@ -455,8 +457,8 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
     with mock.patch(target, planted):
         if told not in ("launches", "waits", "uploads"):
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
-                _count(ranks, layers=1, **options)
+                _count.__wrapped__(ranks, layers=1, **options)
             return
         # The upper limits on launches are for 12 layers, so faults that add launches must be tested on the full model.
-        found, *_ = _count(ranks, layers=12 if told == "launches" else 1, **options)
+        found, *_ = _count.__wrapped__(ranks, layers=12 if told == "launches" else 1, **options)
     assert found.launches.total() > BUDGETS["standard", 8] if told == "launches" else getattr(found, told)

@@ -19,7 +19,7 @@ from shardmuon.testing.pool import RankPool
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Yield digests of the weights after three steps in a new process. The process starts without caches, and its home
+    """Yield digests of the weights after two steps in a new process. The process starts without caches, and its home
     directory is read-only and must stay empty."""
     home = tmp_path_factory.mktemp("home")
     home.chmod(0o555)

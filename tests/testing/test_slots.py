@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -41,12 +42,19 @@ def test_no_product_depends_on_its_slot_or_its_neighbours(dtypes: tuple[torch.dt
     assert [what for what, equal in found if not all(equal)] == []
 
 
-_OTHER_INSTRUCTIONS = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-    "ONEDNN_MAX_CPU_ISA": "SSE41",
+# Environment variables of the processes in which `found_with` runs, and its arguments. The case "avx2" restricts an
+# AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions without AVX.
+_ELSEWHERE: dict[str, tuple[dict[str, str], list[tuple[int, int, bool]]]] = {
+    "narrow": (
+        {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+        [(1, 1, False), (1, 1, True)],
+    ),
+    "avx2": (
+        {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        [(1, 1, False)],
+    ),
+    "two threads": ({"OMP_WAIT_POLICY": "passive"}, [(2, 1, False)]),
 }
-_WIDER = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -67,33 +75,28 @@ def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
     return sum(len(equal) for _, equal in found), sum(equal.count(False) for _, equal in found)
 
 
-def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
-    """Run `found_with` in a new process whose math libraries use a restricted set of CPU instructions."""
-    env = {**os.environ, **instructions, "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = f"import test_slots; print(*test_slots.found_with{given})"
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    num, unequal = map(int, out.split())
-    return num, unequal
+@cache
+def _elsewhere(name: str) -> list[list[int]]:
+    """Run `found_with` once for each of the given arguments, in a new process with its own environment variables."""
+    variables, given = _ELSEWHERE[name]
+    env = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = f"import test_slots\nfor given in {given}: print(*test_slots.found_with(*given))"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    return [list(map(int, line.split())) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("instructions", "threads"),
-    [(_OTHER_INSTRUCTIONS, 1), (_WIDER, 1), ({"OMP_WAIT_POLICY": "passive"}, 2)],
-    ids=["narrow", "avx2", "two threads"],
-)
-def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
+@pytest.mark.parametrize("name", _ELSEWHERE)
+def test_nor_with_other_instructions_or_threads(name: str) -> None:
     """Each matrix must have the same bits at every position in a batch, with two threads as well as with a restricted
-    set of CPU instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to
-    instructions without AVX."""
-    num, unequal = _elsewhere(instructions, threads, 1, False)
-    assert num > 1_000 and unequal == 0
+    set of CPU instructions."""
+    assert _elsewhere(name)[0][0] > 1_000 and _elsewhere(name)[0][1] == 0
 
 
 def test_packed_slots_would_be_found() -> None:
     """Negative control: if the matrices of a batch are packed without gaps and therefore not aligned to 64 bytes, some
     matmul results must depend on the position in the batch, with restricted CPU instructions or with the full
     instruction set."""
-    assert _elsewhere(_OTHER_INSTRUCTIONS, 1, 3, True)[1] or found_with(torch.get_num_threads(), 3, True)[1]
+    assert _elsewhere("narrow")[1][1] or found_with(torch.get_num_threads(), 1, True)[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -61,7 +61,7 @@ from torch import Generator, Tensor
 from shardmuon.auditing.reference import Arithmetic, Reference, relative_error
 from shardmuon.auditing.report import Finding, MatrixRow
 from shardmuon.options import lr_scale
-from shardmuon.orthogonalize import TORCH_EPS
+from shardmuon.orthogonalize import TORCH_EPS, batch_size
 from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
@@ -69,6 +69,8 @@ _Block = tuple[slice, slice]
 # Values that each stage stores, keyed by stage. A stage is an operation that a Muon variant adds to the step.
 _Kept = Mapping[str, Tensor]
 _Measure = Callable[[Tensor], float]
+# A perturbed run: the orthogonalizer's input, and a function that maps the orthogonalizer's result to the run's result
+_Run = tuple[Tensor, Callable[[Tensor], _T]]
 _MATRICES = ("weights", "momentum", "gradient")
 _NORM = "norm"  # key of the weight norm in dicts that are otherwise keyed by the stages of a Muon variant
 _FIRST, _ALL = 2, 16  # numbers of runs on perturbed input: 2 at first, and 16 in total before a fault is reported
@@ -193,7 +195,7 @@ class _Evidence:
         exact arithmetic."""
         self.reference = Reference(self.fed, self.settings.coefficients, self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
-        self.dense = self.arithmetic.orthogonalized(self.fed)
+        (self.dense,) = self.arithmetic.orthogonalized(self.fed[None])
         self.step = self.stepped(self.dense)
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
@@ -226,43 +228,58 @@ class _Evidence:
         """Recover the orthogonalizer's result from the weights after a step, assuming that all stages (operations) that
         a Muon variant adds to the step ran correctly."""
         step, before = self.step, self.before["weights"]
-        found = self.arithmetic.recovered_update(before, after / step.on_weights, self.scale, step.staged)
-        return found / step.factor
+        return self.arithmetic.recovered_update(before, after / step.on_weights, self.scale, step.staged) / step.factor
 
     # ------------------------------------------------------------------------------------------------- the shake
 
-    def shaken(self, shake: Callable[[Generator], _T], count: int) -> list[_T]:
-        """Return the results of `count` perturbed runs (see [Note: the shake]). The function `shake` does one run with
-        a seeded generator. Results are cached, so only new runs are computed."""
+    def shaken(self, shake: Callable[[Generator], _Run[_T]], count: int) -> list[_T]:
+        """Return the results of `count` perturbed runs (see [Note: the shake]). The function `shake` prepares one run
+        with a seeded generator. Results are cached, so only new runs are computed. Runs are orthogonalized in batches,
+        but never more than one batch at a time, so that copies of a large matrix do not fill the memory."""
         runs: list[_T] = self._runs[shake.__name__]
-        runs += [shake(Generator().manual_seed(seed)) for seed in range(len(runs), count)]
+        size = batch_size(*self.shape, self.arithmetic.device or self.fed.device)
+        for start in range(len(runs), count, size):
+            made = (shake(Generator().manual_seed(seed)) for seed in range(start, min(start + size, count)))
+            inputs, finishers = zip(*made, strict=True)
+            runs += [
+                finish(result)
+                for finish, result in zip(
+                    finishers, self.arithmetic.orthogonalized(torch.stack(inputs), nudged=True), strict=True
+                )
+            ]
         return runs[:count]
 
-    def reordered(self, generator: Generator) -> tuple[Tensor, _Kept]:
-        """Run the dense step with permuted rows and columns and with perturbed elements (see [Note: the shake]).
+    def reordered(self, generator: Generator) -> _Run[tuple[Tensor, _Kept]]:
+        """Prepare a run of the dense step with permuted rows and columns and with perturbed elements (see [Note: the
+        shake]).
 
         Returns:
-            A tuple (lengths, numbers). `lengths`, of shape (m,), contains the length of the difference between this
-            run's update and the dense update along each left singular vector of the reference. `numbers` is a dict with
-            the values that the Muon variant stores after the step.
+            A tuple (given, finish). `given` is the orthogonalizer's input, (rows, cols). `finish` computes a tuple
+            (lengths, numbers) from the orthogonalizer's result. `lengths`, of shape (m,), contains the length of the
+            difference between this run's update and the dense update along each left singular vector of the reference.
+            `numbers` is a dict with the values that the Muon variant stores after the step.
         """
         x = self.fed.to(torch.float64, copy=True)
-        few = torch.randint(x.numel(), (_FEW,), generator=generator)
-        signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
-        x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
+        few, up = (torch.randint(most, (_FEW,), generator=generator) for most in (x.numel(), 2))
+        x.view(-1)[few.to(x.device)] *= (1 + self._eps * (2 * up - 1)).to(x.device, x.dtype)
         x *= 1 + int(torch.randint(-_TOGETHER, _TOGETHER + 1, (), generator=generator)) * torch.finfo(self._wide).eps
         rows, cols = (torch.randperm(n, generator=generator).to(x.device) for n in x.shape)
-        result = self.arithmetic.orthogonalized(x[rows][:, cols], nudged=True)
-        step = self.stepped(result[rows.argsort()][:, cols.argsort()])
-        return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
 
-    def enlarged(self, generator: Generator) -> Tensor:
-        """Run the orthogonalizer on a copy of the matrix whose norm has been increased and whose elements have been
-        moved by up to one spacing (see [Note: the shake]).
+        def finish(result: Tensor) -> tuple[Tensor, _Kept]:
+            step = self.stepped(result[rows.argsort()][:, cols.argsort()])
+            return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
+
+        return x[rows][:, cols], finish
+
+    def enlarged(self, generator: Generator) -> _Run[Tensor]:
+        """Prepare a run of the orthogonalizer on a copy of the matrix whose norm has been increased and whose elements
+        have been moved by up to one spacing (see [Note: the shake]).
 
         Returns:
-            A tensor of shape (m,): the length of the difference between this run's error and the error on the original
-            matrix, along each left singular vector of the reference. Errors are deviations from exact arithmetic.
+            A tuple (given, finish). `given` is the orthogonalizer's input, (rows + 2, cols + 2). `finish` computes a
+            tensor of shape (m,) from the orthogonalizer's result: the length of the difference between this run's error
+            and the error on the original matrix, along each left singular vector of the reference. Errors are
+            deviations from exact arithmetic.
         """
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
@@ -274,9 +291,7 @@ class _Evidence:
         least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
-        result = self.arithmetic.orthogonalized(bordered, nudged=True)[1:-1, 1:-1]
-        difference = self.seen(result - self.dense)
-        return _lengths(difference + less.to(difference))
+        return bordered, lambda result: _lengths(self.seen(result[1:-1, 1:-1] - self.dense) + less.to(self._wide))
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """Express a matrix in the basis of the reference's left singular vectors. The result has the dtype of the
@@ -372,8 +387,7 @@ def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: d
     fault.
     """
     e = _Evidence(row, arithmetic, blocks, whole)
-    values = {what: e.before[what] for what in _MATRICES}
-    values["updated weights"] = e.after["weights"]
+    values = {**{what: e.before[what] for what in _MATRICES}, "updated weights": e.after["weights"]}
     if bad := [what for what, value in values.items() if not bool(value.isfinite().all())]:
         e.say("not_finite", f"NaN or infinity in {', '.join(bad)}", "finite numbers")
         return e
@@ -613,11 +627,14 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
     other."""
     for what, blocks in _parts(e).items():
         result = torch.zeros_like(e.dense)
-        for block in blocks:
-            own = e.arithmetic.orthogonalized(e.fed[block])
-            # Give each block of the simulated update the length of the same block in the actual update, because a
-            # faulty step may compute the scale from the block's shape.
-            result[block] = _along(e.update[block], own) * own
+        for shape in {e.fed[block].shape for block in blocks}:
+            same = [block for block in blocks if e.fed[block].shape == shape]
+            for block, own in zip(
+                same, e.arithmetic.orthogonalized(torch.stack([e.fed[b] for b in same])), strict=True
+            ):
+                # Give each block of the simulated update the length of the same block in the actual update, because a
+                # faulty step may compute the scale from the block's shape.
+                result[block] = _along(e.update[block], own) * own
         yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""
     for i, at in enumerate(e.blocks):
@@ -644,9 +661,11 @@ def _of_others(e: _Evidence, others: Sequence[_Evidence]) -> Iterator[_Guess]:
         "the momentum before the step": e.before["momentum"],
         "the momentum without Nesterov's term": e.after["momentum"],
     }
-    for what, value in inputs.items():
+    for (what, value), own in zip(
+        inputs.items(), e.arithmetic.orthogonalized(torch.stack([*inputs.values()])), strict=True
+    ):
         for how, plain in (("parallel to", value), ("the sign of", value.sign())):
             text = f"it is {how} {what}, as in plain SGD; Newton-Schulz did not run on it"
             yield "not_orthogonalized", text, _along(e.update, plain) * plain
         if bool(value.any()):
-            yield "wrong_input", f"it is the orthogonalized form of {what}", e.arithmetic.orthogonalized(value)
+            yield "wrong_input", f"it is the orthogonalized form of {what}", own

@@ -123,28 +123,29 @@ class Arithmetic:
 
     def orthogonalized(
         self,
-        matrix: Tensor,  # (rows, cols), any dtype
+        matrices: Tensor,  # (B, rows, cols), any dtype
         *,
         # True to keep the input in at least fp32. Rounding to the dtype `wire`, in which ranks send the input, would
         # undo a tiny perturbation.
         nudged: bool = False,
-    ) -> Tensor:  # (rows, cols) fp64
-        """Orthogonalize a whole matrix in the arithmetic of the audited step. The result is rounded to the dtype
-        `wire`, unless the Muon variant adds an operation that runs on the result before ranks send it."""
+    ) -> Tensor:  # (B, rows, cols) fp64
+        """Orthogonalize whole matrices in the arithmetic of the audited step. The result is rounded to the dtype
+        `wire`, unless the Muon variant adds an operation that runs on the result before ranks send it.
+
+        A batch takes hardly longer than a single matrix, which would be padded to a batch, and each matrix has the same
+        bits in both."""
         s, c = self.settings, self.choice
         # Ranks send the orthogonalizer's input in the dtype `wire`. Operations that a Muon variant runs before the
         # orthogonalizer are applied after this exchange, so their results are not rounded to `wire`.
         wide = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
-        x = matrix.to(
-            self.device or matrix.device, torch.promote_types(self.wire, torch.float32) if wide else self.wire
+        x = matrices.to(
+            self.device or matrices.device, torch.promote_types(self.wire, torch.float32) if wide else self.wire
         )
-        x = x.contiguous().unsqueeze(0)
-        (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
+        out: Tensor = orthogonalize(x.contiguous(), s.coefficients, method=c.method, dtype=c.dtype)
         # Ranks send the orthogonalizer's result in the dtype `wire`. Operations that a Muon variant runs after the
         # orthogonalizer are applied before this exchange, so their input is not rounded to `wire`.
         after = any(isinstance(stage, AfterStage) for stage in s.stages)
-        result: Tensor = out if after else out.to(self.wire)
-        return result.to(matrix.device, torch.float64)
+        return (out if after else out.to(self.wire)).to(matrices.device, torch.float64)
 
     def staged(
         self,
