@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+# The only stream and the only event: to make a MagicMock is slow, because each has a class of its own.
+_NOTHING = mock.MagicMock(device=torch.device("cpu"), cuda_stream=0)
+
 
 def _nothing(*args: Any, **kwargs: Any) -> mock.MagicMock:
-    return mock.MagicMock(device=torch.device("cpu"), cuda_stream=0)
+    return _NOTHING
 
 
 def _on_cpu(device: object) -> object:

@@ -214,7 +214,7 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
         (2, Case(0)),
         (3, Case(1, accumulate=2, zero={**ROUND_ROBIN, **OFFLOAD, **SMALL})),
         (2, Case(2)),
-        (3, Case(3, dtype="bf16", accumulate=2, zero=SUB_GROUPS)),
+        (2, Case(3, dtype="bf16", accumulate=2, zero=SUB_GROUPS)),
     ],
     ids=str,
 )
