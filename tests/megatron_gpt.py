@@ -71,13 +71,9 @@ def _quiet_import() -> Iterator[None]:
 
 @lru_cache
 def _group_of(world: dist.ProcessGroup, *ranks: int, make: Any = dist.new_group) -> Any:
-    return make(list(ranks))
-
-
-def _cached_group(ranks: Sequence[int], **options: Any) -> Any:
     """Return the process group of the given ranks, which is made once. Megatron asks for dozens of groups, many of them
     with the same ranks, and a group is slow to connect and keeps files open."""
-    return _group_of(dist.group.WORLD, *ranks)
+    return make(list(ranks))
 
 
 @contextlib.contextmanager
@@ -92,7 +88,7 @@ def megatron(**sizes: int) -> Iterator[None]:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        with mock.patch.object(dist, "new_group", _cached_group):
+        with mock.patch.object(dist, "new_group", lambda ranks, **_: _group_of(dist.group.WORLD, *ranks)):
             parallel_state.initialize_model_parallel(**sizes)
         # Megatron's `fork` switches random number generators on GPUs, so it is replaced by a method that does nothing.
         get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()

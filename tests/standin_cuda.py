@@ -19,10 +19,6 @@ from torch.overrides import TorchFunctionMode
 _NOTHING = mock.MagicMock(device=torch.device("cpu"), cuda_stream=0)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> mock.MagicMock:
-    return _NOTHING
-
-
 def _on_cpu(device: object) -> object:
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         return device
@@ -53,8 +49,6 @@ def cuda_on_cpu() -> Iterator[None]:
     tests, too."""
     functions: dict[str, Any] = {
         "current_device": lambda: 0,
-        "current_stream": _nothing,
-        "default_stream": _nothing,
         "empty_cache": lambda: None,
         "get_device_capability": lambda *args: (9, 0),
         "is_current_stream_capturing": lambda: False,
@@ -64,8 +58,7 @@ def cuda_on_cpu() -> Iterator[None]:
         "synchronize": lambda *args: None,
         "device": contextlib.nullcontext,
         "stream": contextlib.nullcontext,
-        "Event": _nothing,
-        "Stream": _nothing,
+        **dict.fromkeys(("current_stream", "default_stream", "Event", "Stream"), lambda *args, **kwargs: _NOTHING),
         "nvtx": mock.Mock(),
     }
     for name in ("FloatTensor", "IntTensor", "LongTensor", "BoolTensor"):

@@ -49,8 +49,7 @@ def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, wor
     """The last rank stores no column if 4 columns are sharded over 3 ranks. For a stack of 5 experts, FSDP2 stores an
     empty shard of shape (0, 7, 0) on that rank. NorMuon's result must still match a single-process run."""
     # Tensor parallelism shards every second parameter by columns. In this list, the second parameter is "odd_experts".
-    params = ["one_row", "odd_experts"]
-    assert world3.run(_compared, layout, "normuon", params=params) == [(True, 0.0, "")] * 3
+    assert world3.run(_compared, layout, "normuon", params=["one_row", "odd_experts"]) == [(True, 0.0, "")] * 3
 
 
 def test_what_is_kept_of_a_block_lies_at_any_place_beside_fp64_weights(world2: RankPool) -> None:
