@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -87,8 +88,9 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@cache
 def alone(steps: int, **options: Any) -> dict[str, Tensor]:
-    """Train the model in one process, and return its weights."""
+    """Train the model in one process, and return its weights. A rank trains it once for all tests."""
     model = tied()
     train(model, Muon(model, **OPTIONS, **options), range(steps))
     return plain_weights(model)

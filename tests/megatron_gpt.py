@@ -69,10 +69,17 @@ def _quiet_import() -> Iterator[None]:
     gc.freeze()
 
 
+@lru_cache
+def _group_of(world: dist.ProcessGroup, *ranks: int, make: Any = dist.new_group) -> Any:
+    """Return the process group of the given ranks, which is made once. Megatron asks for dozens of groups, many of them
+    with the same ranks, and a group is slow to connect and keeps files open."""
+    return make(list(ranks))
+
+
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
-    """Create Megatron's process groups with the given parallel sizes, such as `expert_model_parallel_size=2`, and
-    destroy them on exit."""
+    """Set Megatron's process groups to those of the given parallel sizes, such as `expert_model_parallel_size=2`, and
+    unset them on exit."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     import_megatron()
     with cuda_on_cpu(), warnings.catch_warnings():
@@ -81,22 +88,15 @@ def megatron(**sizes: int) -> Iterator[None]:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        made: list[Any] = []
-        new_group = dist.new_group
-        with mock.patch.object(dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]):
+        with mock.patch.object(dist, "new_group", lambda ranks, **_: _group_of(dist.group.WORLD, *ranks)):
             parallel_state.initialize_model_parallel(**sizes)
         # Megatron's `fork` switches random number generators on GPUs, so it is replaced by a method that does nothing.
         get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()
         try:
             yield
         finally:
-            parallel_state.destroy_model_parallel()
-            # Megatron creates dozens of process groups, each of which keeps files open, so all of them are destroyed.
-            for group in made:
-                # torch raises a ValueError for process groups that Megatron has already destroyed.
-                with contextlib.suppress(ValueError):
-                    if isinstance(group, dist.ProcessGroup):
-                        dist.destroy_process_group(group)
+            with mock.patch.object(dist, "destroy_process_group"):
+                parallel_state.destroy_model_parallel()
             logging.disable(logging.NOTSET)
 
 

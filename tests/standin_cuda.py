@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-
-def _nothing(*args: Any, **kwargs: Any) -> mock.MagicMock:
-    return mock.MagicMock(device=torch.device("cpu"), cuda_stream=0)
+# The only stream and the only event: to make a MagicMock is slow, because each has a class of its own.
+_NOTHING = mock.MagicMock(device=torch.device("cpu"), cuda_stream=0)
 
 
 def _on_cpu(device: object) -> object:
@@ -50,8 +49,6 @@ def cuda_on_cpu() -> Iterator[None]:
     tests, too."""
     functions: dict[str, Any] = {
         "current_device": lambda: 0,
-        "current_stream": _nothing,
-        "default_stream": _nothing,
         "empty_cache": lambda: None,
         "get_device_capability": lambda *args: (9, 0),
         "is_current_stream_capturing": lambda: False,
@@ -61,8 +58,7 @@ def cuda_on_cpu() -> Iterator[None]:
         "synchronize": lambda *args: None,
         "device": contextlib.nullcontext,
         "stream": contextlib.nullcontext,
-        "Event": _nothing,
-        "Stream": _nothing,
+        **dict.fromkeys(("current_stream", "default_stream", "Event", "Stream"), lambda *args, **kwargs: _NOTHING),
         "nvtx": mock.Mock(),
     }
     for name in ("FloatTensor", "IntTensor", "LongTensor", "BoolTensor"):

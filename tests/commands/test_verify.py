@@ -61,12 +61,11 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
 
 
 def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, str]) -> None:
-    _, normed = rows_of(world2, "--layout", "fsdp2", "--variant", "hyperball")
+    _, normed, _, alone = rows_of(world2, "--layout", "fsdp2", "--layout", "single", "--variant", "hyperball")
     assert normed["layout"] == "fsdp2 hyperball" and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
     # In the layout "single", each rank has its own matrices, so the ranks do not communicate.
-    _, alone = rows_of(world2, "--layout", "single", "--variant", "hyperball")
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 

@@ -60,7 +60,7 @@ STRADDLING = [Case(1), Case(2, "gram", accumulate=2, zero=OFFLOAD), Case(3)]
 # Together, the cases cover every setting named in docs/deepspeed.md.
 CASES = [
     *((2, case) for case in STRADDLING),
-    (4, Case(0, accumulate=2)),
+    (2, Case(0, accumulate=2)),
     (3, Case(1, zero={"reduce_scatter": False, "parameter_alignment": True})),
     (4, Case(1, "gram", zero={**ROUND_ROBIN, **OFFLOAD, "parameter_alignment": True})),
     # bf16 weights with fp32 gradient accumulation make DeepSpeed use its BF16_Optimizer class.
@@ -69,7 +69,7 @@ CASES = [
     (3, Case(2, zero={**ROUND_ROBIN, "overlap_comm": True, "reduce_bucket_size": 1000, "parameter_alignment": True})),
     (3, Case(2, dtype="bf16", zero={**ROUND_ROBIN, **OFFLOAD}, accumulate=2)),
     (3, Case(2, dtype="fp16", zero=ROUND_ROBIN, config={"fp16": {"loss_scale": 1024}})),
-    (4, Case(2, dtype="fp16", accumulate=2, config={"fp16": {"loss_scale": 0, "initial_scale_power": 8}})),
+    (2, Case(2, dtype="fp16", accumulate=2, config={"fp16": {"loss_scale": 0, "initial_scale_power": 8}})),
     (3, Case(3, dtype="fp16", config={"fp16": {"loss_scale": 1024}})),
     (
         2,
@@ -185,13 +185,13 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 
 
 def _resumed(case: Case, folder: str, lost: bool = False) -> None:
-    """Run four audited steps and save a checkpoint after the second. A second job loads the checkpoint, repeats the
+    """Run three audited steps and save a checkpoint after the first. A second job loads the checkpoint, repeats the
     last two steps, and must end with the same weights. If `lost` is True, NorMuon's state is deleted after loading."""
     options = {"audit_every": 1, "variant": "normuon", **FP32}
     with started(case, **options) as job:
-        for number in range(4):
+        for number in range(3):
             job.step(number)
-            if number == 1:
+            if number == 0:
                 job.engine.save_checkpoint(folder, tag="here")
         job.check()
         expected = job.weights()
@@ -199,7 +199,7 @@ def _resumed(case: Case, folder: str, lost: bool = False) -> None:
         again.engine.load_checkpoint(folder, tag="here")
         for group in again.optimizer.param_groups if lost else ():
             group.pop("kept_state", None)
-        for number in range(2, 4):
+        for number in range(1, 3):
             again.train(number)
         assert [n for n, w in again.weights().items() if not torch.equal(w, expected[n])] == []
 
@@ -214,7 +214,7 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
         (2, Case(0)),
         (3, Case(1, accumulate=2, zero={**ROUND_ROBIN, **OFFLOAD, **SMALL})),
         (2, Case(2)),
-        (3, Case(3, dtype="bf16", accumulate=2, zero=SUB_GROUPS)),
+        (2, Case(3, dtype="bf16", accumulate=2, zero=SUB_GROUPS)),
     ],
     ids=str,
 )
