@@ -6,11 +6,13 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import itertools
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 from unittest import mock
@@ -70,9 +72,9 @@ def _quiet_import() -> Iterator[None]:
 
 
 @lru_cache
-def _group_of(world: dist.ProcessGroup, *ranks: int, make: Any = dist.new_group) -> Any:
-    """Return the process group of the given ranks, which is made once. Megatron asks for dozens of groups, many of them
-    with the same ranks, and a group is slow to connect and keeps files open."""
+def _group_of(world: dist.ProcessGroup, number: int, ranks: tuple[int, ...], make: Any = dist.new_group) -> Any:
+    """Return process group `number` of the given ranks, which later tests use again. Megatron asks for dozens of
+    groups, and a group is slow to connect and keeps files open."""
     return make(list(ranks))
 
 
@@ -88,7 +90,13 @@ def megatron(**sizes: int) -> Iterator[None]:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        with mock.patch.object(dist, "new_group", lambda ranks, **_: _group_of(dist.group.WORLD, *ranks)):
+        numbers: Any = defaultdict(itertools.count)
+
+        def group(ranks: Iterable[int], **_: Any) -> Any:
+            # Megatron's groups of the same ranks stay different groups.
+            return _group_of(dist.group.WORLD, next(numbers[tuple(ranks)]), tuple(ranks))
+
+        with mock.patch.object(dist, "new_group", group):
             parallel_state.initialize_model_parallel(**sizes)
         # Megatron's `fork` switches random number generators on GPUs, so it is replaced by a method that does nothing.
         get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()
