@@ -93,8 +93,8 @@ def compare(case: str, layout: str, **places: Any) -> None:
     """Compare a test case with a direct computation on full tensors. With int8 momentum, the matrices are wide enough
     that no shard splits a quantization block."""
     views, options = (WIDE, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
-    # A simulated device is slow. Five parameters are enough for the five pairs of dtypes in MIXED, and two steps for state
-    # that is created on a device and used again.
+    # A simulated device is slow. Five parameters are enough for the five pairs of dtypes in MIXED, and two steps for
+    # state that is created on a device and used again.
     names = [name for name in views if not (case in CODED and layout == "last dim" and name == "kernel")]
     views, of = {name: views[name] for name in names[: 5 if places else None]}, (CASES | CODED | ON_DEVICE)[case]
     assert_like_the_formula(
