@@ -294,10 +294,11 @@ def assert_like_the_formula(
     policy: Policy = SMALL,
     device: str = "cpu",  # device of the weights
     buffers: str | None = None,  # device of the step's buffers, by default the device of the weights
+    steps: int = 3,
     **whole_options: Any,
 ) -> None:
-    """Assert that `Muon` in one process, simulated ranks and dense Muon give bitwise identical results over three
-    steps.
+    """Assert that `Muon` in one process, simulated ranks and dense Muon give bitwise identical results over `steps`
+    steps. A parameter steps again after a step without a gradient only if there are three steps.
 
     The lr changes in each step, and some parameters have no gradient in the first two steps. The gradients of the first
     two parameters have a row of zeros. On devices other than the CPU, only the momentum is compared bitwise with dense
@@ -325,7 +326,7 @@ def assert_like_the_formula(
     ranks = SimulatedRanks(plan, [p.detach() for p in params], at)
     kept = Stores(config, layouts, [torch.zeros_like(p, dtype=kind[1]) for p, kind in zip(params, kinds, strict=True)])
     ranks.momenta, gone = kept.momenta, {0: (3, 8), 1: (0, 5)}
-    for step in range(3):
+    for step in range(steps):
         grads = [
             None if i in gone.get(step, ()) else torch.randn(p.shape).to(device, kind[1])
             for i, (p, kind) in enumerate(zip(params, kinds, strict=True))

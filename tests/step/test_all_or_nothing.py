@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import FAMILIES, Backup, Job, in_gradient, in_state, in_storage, layout_of, of_inference, one_row, unlike
+from simulated import quick_plans
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -351,6 +352,7 @@ Round = dict[int, str]  # A Round describes one call: it maps each faulty rank t
 Found = tuple[str, str, list[str]]
 
 
+@quick_plans()
 def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
     rank, found = dist.get_rank(), []
     job, twin = (Job(layout_of(layout)) for _ in range(2))

@@ -92,7 +92,8 @@ CPU = partial(
     momentum_device="cpu",
 )
 # First steps are tested without audits, because the test clears the optimizer state before each first step, and an
-# audit would report the cleared state.
+# audit would report the cleared state. Plans are tested without audits, because an audit runs no function while a plan
+# is made, but makes each undisturbed step several times slower.
 AUDITED = partial(INT8, audit_every=1)
 SAVED = partial(_made, _saved, momentum_dtype="int8")
 # By default, exceptions are raised in every 12th function that a large job calls. PLANT_STRIDE=1 raises them in every
@@ -100,7 +101,7 @@ SAVED = partial(_made, _saved, momentum_dtype="int8")
 STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))
 # Before every HEALTHY-th call that raises, an undisturbed call and a step must succeed. They would fail if an earlier
 # call that raised had left any changes behind.
-HEALTHY = 8
+HEALTHY = 16
 
 
 class Case(NamedTuple):
@@ -125,7 +126,7 @@ class Case(NamedTuple):
 CASES = {
     "step": Case(2, (PLAIN, AUDITED), "step", 80),
     "first step": Case(2, (INT8, CPU), "first step", 80),
-    "plan": Case(2, (PLAIN, AUDITED), "plan", 75),
+    "plan": Case(2, (PLAIN, INT8), "plan", 75),
     "clip": Case(2, (PLAIN,), "clip", 35),
     "clip twice": Case(2, (PLAIN,), "clip twice", 15),
     "unscale": Case(2, (PLAIN,), "unscale", 6),

@@ -33,13 +33,13 @@ def _steps(
     scale: float = 1.0,
     place: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[Tensor]:
-    """Take three steps with `default` as torch's default dtype or device, and return the storage of every weight and
+    """Take two steps with `default` as torch's default dtype or device, and return the storage of every weight and
     state tensor."""
     full = {name: normal(*shape, seed=len(shape) + shape[0], dtype=dtype) for name, shape in SHAPES.items()}
     params = {name: nn.Parameter(t) for name, t in place(full).items()}
     grads = [
         place({name: normal(*t.shape, seed=10 * number + len(name), dtype=dtype) * scale for name, t in full.items()})
-        for number in range(3)
+        for number in range(2)
     ]
     groups: list[dict[str, Any]] = [
         {"params": [("wide", params["wide"])], "variant": "cautious"},

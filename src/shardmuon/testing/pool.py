@@ -363,7 +363,7 @@ def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
 
 
 def _share_gloo_device() -> None:
-    # Let all gloo groups of this rank share one device (see [Note: one gloo device]).
+    # Let all gloo groups of this rank share one device, also those that ask for a device (see [Note: one gloo device]).
     gloo: Any = dist.ProcessGroupGloo
     make, device = gloo.__init__, gloo.create_default_device()
 
@@ -371,11 +371,10 @@ def _share_gloo_device() -> None:
         # `timeout` can also be gloo's options object, in which the caller has chosen a device
         if isinstance(timeout, timedelta):
             options = gloo._Options()
-            options._devices, options._timeout = [device], timeout
-            timeout = options
+            options._devices, options._timeout, timeout = [device], timeout, options
         make(self, store, rank, size, timeout)
 
-    gloo.__init__ = make_with_device
+    gloo.__init__, gloo.create_default_device = make_with_device, lambda **_: device
 
 
 def _run_call(message: bytes) -> object:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -167,6 +168,7 @@ def _around(
     return DTensor(storage, DTensorSpec(param.device_mesh, tuple(placements), meta), requires_grad=False)
 
 
+@lru_cache(maxsize=16)  # the property `mesh.mesh` takes longer than all else that a parameter's description needs
 def _ranks_of(mesh: DeviceMesh) -> Ints:
     """Return the global ranks of a mesh in row-major order."""
     return tuple(mesh.mesh.flatten().tolist())
