@@ -295,7 +295,7 @@ def plant(
         call: A call that enters the function `begin` before any of the functions in `known`.
         held: Function that returns all values that `call` must leave unchanged if it raises an error.
         before: Function that prepares each call. Its argument is an index into `known`.
-        again: If True, `call` runs once more for every eighth function. The exception is then raised when the function
+        again: If True, `call` runs once more for every fourth function. The exception is then raised when the function
             is entered for the third time.
 
     Returns:
@@ -304,7 +304,7 @@ def plant(
     """
     passed, raised = list[str](), 0
     for at, place in enumerate(known):
-        for number in (1, 3) if again and at % 8 == 1 else (1,):
+        for number in (1, 3) if again and at % 4 == 1 else (1,):
             error = kinds[(at + number - 1) % len(kinds)]
             if place.name == "is_aligned" and isinstance(error, ValueError):
                 # The caller of `is_aligned` replaces a ValueError with its own error, so `is_aligned` raises an
