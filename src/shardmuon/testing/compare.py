@@ -153,9 +153,8 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
                 worst, where = difference, name
     # Conversion to fp64 is exact for momentum of every dtype.
     momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})
-    kept = (torch.equal(found.double(), momentum[name]) for name, found in run.momentum().items())
-    bitwise &= run.keeps(state) and all(kept)
-    return Comparison(worst, bitwise, traffic, num_matrices, where)
+    bitwise &= all(torch.equal(found.double(), momentum[name]) for name, found in run.momentum().items())
+    return Comparison(worst, bitwise and run.keeps(state), traffic, num_matrices, where)
 
 
 # Cached states of reference models. The keys do not contain the name of the layout, because the layout has no effect on
