@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -23,10 +22,9 @@ def claimed() -> list[tuple[str, str]]:
 def existing() -> set[tuple[str, str]]:
     """Return the file and the name of every test function in tests/."""
     return {
-        (str(path.relative_to(TESTS)), node.name)
+        (str(path.relative_to(TESTS)), name)
         for path in TESTS.rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        for name in re.findall(r"^ *def (test_\w+)\(", path.read_text(), re.MULTILINE)
     }
 
 

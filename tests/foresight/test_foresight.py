@@ -54,10 +54,9 @@ OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AU
 def _live_model(config: dict[str, Any], mesh: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model, sharded by torch's own functions as in a user's script, and the `Muon` options needed for this
     sharding."""
-    torch.manual_seed(0)
     model: Any = build(config).to_empty(device="cpu")
     for p in model.parameters():
-        nn.init.normal_(p)
+        nn.init.ones_(p)
     if mesh.shard == mesh.tp == 1:
         return model, {"process_group": dist.group.WORLD}
     names = [name for name in ("dp", "shard", "tp") if getattr(mesh, name) > 1]

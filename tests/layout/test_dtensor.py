@@ -17,7 +17,7 @@ from shardmuon._torch import strided_shard
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.mesh import same_storage
-from shardmuon.testing.layouts import mesh_of
+from shardmuon.testing.layouts import mesh_of, parameters
 from shardmuon.testing.pool import RankPool
 
 StridedShard = strided_shard()
@@ -46,7 +46,7 @@ def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
             for i, (_, its_mesh, tp_dim) in enumerate(cases)
             if its_mesh == mesh_shape
         }
-        module = nn.ParameterDict({name: nn.Parameter(t) for name, t in tensors.items()})
+        module = nn.ParameterDict(parameters(tensors))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Suppress torch's warning that nn.ParameterDict has no forward method.
             fully_shard(module, mesh=mesh["a0"])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from every_layout import ROWS, compared
 from on_ranks import on_ranks
-from simulated import APART, by_rates
+from simulated import APART, by_rates, quick_plans
 from tolerances import assert_same_update
 from torch.distributed.tensor import DTensor
 
@@ -71,6 +71,7 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     ],
 )
 @on_ranks(4)
+@quick_plans()
 def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, options: dict[str, Any]) -> None:
     """Updates must match a single-process run bitwise. With `Comparison.with_torch`, they must also match
     torch.optim.Muon."""

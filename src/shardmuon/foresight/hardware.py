@@ -28,6 +28,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ _Row = tuple[float, float, float, float]
 _Ends = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Known:
     """A number that describes a machine, or a table of such numbers indexed by size.
 
@@ -117,6 +118,7 @@ class _Known:
     rows: Mapping[float, Sequence[_Row]]
     slope: float = 0.0
 
+    @lru_cache(maxsize=1 << 14)  # noqa: B019 (bounded, and hardware is loaded a few times)
     def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[_Ends, bool]:
         """Look up the value for a size (above 0) and, for matrices, an aspect ratio.
 

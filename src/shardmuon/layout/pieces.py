@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from operator import add, sub
 from typing import NamedTuple
 
 import numpy as np
@@ -187,7 +189,7 @@ def _tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
 def _common(a: _Span, b: _Span) -> _Span:
     """Intersect two boxes. If the intersection is empty, at least one returned size is 0 or negative."""
     start = tuple(map(max, a[0], b[0]))
-    return start, tuple(min(i + n, j + k) - low for i, n, j, k, low in zip(a[0], a[1], b[0], b[1], start, strict=True))
+    return start, tuple(map(sub, map(min, map(add, *a), map(add, *b)), start))
 
 
 def _spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
@@ -248,13 +250,13 @@ def _check_partition(shape: Ints, pieces: Iterable[Piece]) -> None:
         ):
             raise ValueError(f"a piece of offset {start} and size {sizes} is out of bounds of {words}")
     edges = [
-        np.unique([0, whole, *itertools.chain.from_iterable((start[d], start[d] + sizes[d]) for start, sizes in spans)])
+        sorted({0, whole, *itertools.chain.from_iterable((start[d], start[d] + sizes[d]) for start, sizes in spans)})
         for d, whole in enumerate(space)
     ]
     count = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
     for start, sizes in spans:
         cells = zip(edges, start, sizes, strict=True)
-        count[tuple(slice(np.searchsorted(e, a), np.searchsorted(e, a + n)) for e, a, n in cells)] += 1
+        count[tuple(slice(bisect_left(e, a), bisect_left(e, a + n)) for e, a, n in cells)] += 1
     for fault, wrong in (("leave a gap", count == 0), ("overlap", count > 1)):
         if wrong.any():
             cell = np.argwhere(wrong)[0]

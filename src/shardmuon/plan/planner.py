@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, zip_longest
 from math import isqrt
 from typing import NamedTuple
@@ -156,8 +157,8 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
                 continue
             work[at[0]] -= item.cost
             at = mates
-        at = at[work[at] == work[at].min()]
-        owner = int(at[moved[of_rank[at]].argmin()])
+        at = at[work[at] == work[at].min()] if len(at) > 1 else at
+        owner = int(at[moved[of_rank[at]].argmin() if len(at) > 1 else 0])
         work[owner] += item.cost
         moved[of_rank[owner]] += item.numel
         found[item.key] = ranks[owner]
@@ -377,7 +378,7 @@ def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> d
     for item in items:
         layout, owner = specs[item.param].layout, item.owners[0]
         spread = spreads[layout]._replace(replicas=1, near=1) if len(item.owners) > 1 else spreads[layout]
-        batch = _products_of(item, machine)
+        batch = _products_of(item.rows, item.cols, item.choice.dtype.itemsize, item.cost, machine)
         found[item.key] = _Priced(owner, layout.replica_of[owner], item.numel, *batch, spread)
     return found
 
@@ -429,11 +430,12 @@ class _Priced(NamedTuple):
     spread: _Spread
 
 
-def _products_of(item: Item, machine: Machine) -> tuple[int, int]:
-    """Estimate the batch size for matrices like the given one, and the time to orthogonalize a batch, in
-    nanoseconds."""
-    short = min(item.rows, item.cols)
-    rate = {2: machine.half, 4: machine.single, 8: machine.double}[item.choice.dtype.itemsize]
+@lru_cache(maxsize=1 << 12)
+def _products_of(rows: int, cols: int, itemsize: int, cost: int, machine: Machine) -> tuple[int, int]:
+    """Estimate the batch size for matrices of this shape, and the time to orthogonalize a batch, in nanoseconds. The
+    elements of the products have `itemsize` bytes, and `cost` is the number of operations for one matrix."""
+    short = min(rows, cols)
+    rate = {2: machine.half, 4: machine.single, 8: machine.double}[itemsize]
     # The batch size is limited so that the Gram matrices of a batch have at most 3 * 2**20 elements (see
     # `orthogonalize.batch_size`).
     size = 1 if not machine.launch else min(max((3 << 20) // short**2, 1), 64)
@@ -443,7 +445,7 @@ def _products_of(item: Item, machine: Machine) -> tuple[int, int]:
     # the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
     # a batch takes at least as long as the 30 kernel launches of five Newton-Schulz steps
-    return size, max(size * item.cost * 1000 // (rate * share), 30 * machine.launch)
+    return size, max(size * cost * 1000 // (rate * share), 30 * machine.launch)
 
 
 class _Timed(NamedTuple):

@@ -93,7 +93,8 @@ def _compare(
     **options: Any,
 ) -> Comparison:
     """Take the same steps with a sharded model and a reference model. Compare the weights after every step, and the
-    optimizer state after the last step. The reference results are cached, because they do not depend on the layout.
+    optimizer state after the last step. The reference results are cached, because they do not depend on the layout. On
+    CPUs, rank 0 computes them for all ranks.
 
     Args:
         layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
@@ -120,7 +121,10 @@ def _compare(
         full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
         key = repr((steps_of.__name__, kind, device, cases, dtype, steps, options))
         if key not in _REMEMBERED:
-            _REMEMBERED[key] = list(steps_of(cases, options, full, grads))
+            made = [list(steps_of(cases, options, full, grads)) if device != "cpu" or dist.get_rank() == 0 else []]
+            if device == "cpu":
+                dist.broadcast_object_list(made)
+            _REMEMBERED[key] = made[0]
         found = _beside(run, grads, _REMEMBERED[key], sum(len(case.view.matrices) for case in cases.values()))
         if about:
             found = replace(found, about=about(run.optimizer))
@@ -147,12 +151,10 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
             difference = relative_error(one, other)
             if difference > worst or math.isnan(difference):  # treat NaN as the largest difference
                 worst, where = difference, name
-    bitwise &= run.keeps(state)
     # Conversion to fp64 is exact for momentum of every dtype.
     momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})
-    for name, found in run.momentum().items():
-        bitwise &= torch.equal(found.double(), momentum[name])
-    return Comparison(worst, bitwise, traffic, num_matrices, where)
+    bitwise &= all(torch.equal(found.double(), momentum[name]) for name, found in run.momentum().items())
+    return Comparison(worst, bitwise and run.keeps(state), traffic, num_matrices, where)
 
 
 # Cached states of reference models. The keys do not contain the name of the layout, because the layout has no effect on
@@ -168,8 +170,10 @@ def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
         for name, grad in of_step.items():
             params[name].grad = grad.clone()
         optimizer.step()
-        states = {name: {"weight": p.detach(), **optimizer.state[p]} for name, p in params.items()}
-        yield {name: {key: t.clone() for key, t in state.items()} for name, state in states.items()}
+        yield {
+            name: {key: t.clone() for key, t in {"weight": p.detach(), **optimizer.state[p]}.items()}
+            for name, p in params.items()
+        }
 
 
 def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:

@@ -167,8 +167,9 @@ def _mesh_of(world: object, kind: str, shape: Ints, purpose: str) -> DeviceMesh:
 
 
 def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Shard tensors with `fully_shard`. The tensors can be plain tensors or tensor-parallel DTensors."""
-    bag = nn.ParameterDict({name: nn.Parameter(t.clone()) for name, t in tensors.items()})
+    """Shard tensors with `fully_shard`, which frees them. The tensors can be plain tensors or tensor-parallel
+    DTensors."""
+    bag = nn.ParameterDict(parameters(tensors))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ignore torch's warning that nn.ParameterDict has no forward method
         fully_shard(bag, mesh=mesh)
@@ -201,7 +202,7 @@ def _in_turn(index: int, tensor: Tensor) -> list[Placement]:
 
 
 def _fsdp2(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    return _fully_sharded(tensors, mesh_of(shape))
+    return _fully_sharded({name: t.clone() for name, t in tensors.items()}, mesh_of(shape))
 
 
 def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:

@@ -66,6 +66,7 @@ _PRELOADED = [  # modules that the fork server imports if they are installed
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "numpy",
+    "numpy.ma",
     "pytest",
     "hypothesis",
 ]
