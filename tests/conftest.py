@@ -92,9 +92,6 @@ class _Shared:
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.option.collectonly:
             return None
-        # Exclude all imported objects from garbage collection. pytest collects garbage often, and each collection would
-        # visit half a million objects of torch.
-        gc.freeze()
         units: dict[object, list[pytest.Item]] = {"framework": [], "apart": []}
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)

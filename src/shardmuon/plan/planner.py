@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import chain, zip_longest
 from math import isqrt
 from typing import NamedTuple
@@ -375,10 +375,11 @@ def _cut(line: _Share, most: int, num: int) -> list[_Share]:
 def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> dict[_Key, _Priced]:
     layouts, found = {specs[item.param].layout for item in items}, dict[_Key, _Priced]()
     spreads = {layout: _spread_of(layout, machine.per_node) for layout in layouts}
+    products_of = cache(_products_of)  # most matrices have the shape of others
     for item in items:
         layout, owner = specs[item.param].layout, item.owners[0]
         spread = spreads[layout]._replace(replicas=1, near=1) if len(item.owners) > 1 else spreads[layout]
-        batch = _products_of(item.rows, item.cols, item.choice.dtype.itemsize, item.cost, machine)
+        batch = products_of(item.rows, item.cols, item.choice.dtype.itemsize, item.cost, machine)
         found[item.key] = _Priced(owner, layout.replica_of[owner], item.numel, *batch, spread)
     return found
 
@@ -430,7 +431,6 @@ class _Priced(NamedTuple):
     spread: _Spread
 
 
-@lru_cache(maxsize=1 << 12)
 def _products_of(rows: int, cols: int, itemsize: int, cost: int, machine: Machine) -> tuple[int, int]:
     """Estimate the batch size for matrices of this shape, and the time to orthogonalize a batch, in nanoseconds. The
     elements of the products have `itemsize` bytes, and `cost` is the number of operations for one matrix."""

@@ -170,10 +170,8 @@ def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
         for name, grad in of_step.items():
             params[name].grad = grad.clone()
         optimizer.step()
-        yield {
-            name: {key: t.clone() for key, t in {"weight": p.detach(), **optimizer.state[p]}.items()}
-            for name, p in params.items()
-        }
+        states = {name: {"weight": p.detach(), **optimizer.state[p]} for name, p in params.items()}
+        yield {name: {key: t.clone() for key, t in state.items()} for name, state in states.items()}
 
 
 def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
