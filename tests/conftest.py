@@ -9,6 +9,7 @@ make test runs reproducible.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -205,6 +206,8 @@ def _preload(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # Exclude what has been imported from garbage collection, as ranks do (see [Note: what ranks are forked from]).
+    gc.freeze()
     if not session.config.pluginmanager.hasplugin("shared"):
         _preload(session.items)
 
