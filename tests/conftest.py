@@ -212,6 +212,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         _preload(session.items)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # at exit, libraries report objects that the garbage collector has not freed as leaks
+
+
 def _on_ranks(item: pytest.Item) -> bool:
     """Return True if the test starts ranks, either itself or through a fixture such as `world2`."""
     called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()

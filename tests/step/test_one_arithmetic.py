@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import one_arithmetic
 import pytest
-from one_arithmetic import CASES, stepped_alone
+from one_arithmetic import cases, stepped_alone
 from simulated import quick_plans
 
 from shardmuon.testing.compare import Comparison
@@ -57,7 +57,7 @@ FEW = ((2, "fsdp2"), (2, "tp x dp"), (3, "fsdp2"), (3, "tp column"), (3, "megatr
 
 @quick_plans()
 def _compared(layout: str) -> Comparison:
-    return Comparison.with_dense(layout, lr=0.02, steps=2, table=CASES)
+    return Comparison.with_dense(layout, lr=0.02, steps=2, table=cases())
 
 
 def _assert_bitwise(pool: RankPool, layout: str) -> None:
