@@ -506,11 +506,17 @@ def _short_momentum(job: Job) -> AbstractContextManager[object]:
     return mock.patch.dict(job.optimizer.state[flat], {"exp_avg": torch.zeros(3)})
 
 
+def _planted_in(method: str) -> tuple[str, Callable[[Job], AbstractContextManager[object]]]:
+    """Plant an exception in a method of the description of a flat buffer."""
+    words = f"planted in {method}"
+    return words, lambda job: mock.patch.object(zero._Flat, method, side_effect=RuntimeError(words))
+
+
 OF_ONE_RANK = [
     ("lr", _option(2, "lr", math.nan)),
     ("betas", _option(2, "betas", (0.9,))),
     ("momentum of a ZeRO partition", _short_momentum),
-    ("planted in show", lambda job: mock.patch.object(zero._Flat, "show", side_effect=RuntimeError("planted in show"))),
+    *map(_planted_in, ("show", "take_options")),
 ]
 
 
@@ -521,6 +527,8 @@ def _faults_on_one_rank(stage: int) -> None:
     with started(Case(stage)) as job:
         job.step(0)
         for words, plant in OF_ONE_RANK:
+            # Each step describes the flat buffers anew, as the first step does.
+            vars(job.host).update(_flats={}, _unchecked=True, _num_stepped=0)
             with plant(job) if dist.get_rank() == 1 else nullcontext():
                 said = job.said(1)
             assert said.startswith("ValueError") and words in said
