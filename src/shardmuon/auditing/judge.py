@@ -228,7 +228,8 @@ class _Evidence:
         """Recover the orthogonalizer's result from the weights after a step, assuming that all stages (operations) that
         a Muon variant adds to the step ran correctly."""
         step, before = self.step, self.before["weights"]
-        return self.arithmetic.recovered_update(before, after / step.on_weights, self.scale, step.staged) / step.factor
+        found = self.arithmetic.recovered_update(before, after / step.on_weights, self.scale, step.staged)
+        return found / step.factor
 
     # ------------------------------------------------------------------------------------------------- the shake
 
@@ -239,14 +240,9 @@ class _Evidence:
         runs: list[_T] = self._runs[shake.__name__]
         size = batch_size(*self.shape, self.arithmetic.device or self.fed.device)
         for start in range(len(runs), count, size):
-            made = (shake(Generator().manual_seed(seed)) for seed in range(start, min(start + size, count)))
-            inputs, finishers = zip(*made, strict=True)
-            runs += [
-                finish(result)
-                for finish, result in zip(
-                    finishers, self.arithmetic.orthogonalized(torch.stack(inputs), nudged=True), strict=True
-                )
-            ]
+            made = [shake(Generator().manual_seed(seed)) for seed in range(start, min(start + size, count))]
+            results = self.arithmetic.orthogonalized(torch.stack([given for given, _ in made]), nudged=True)
+            runs += [finish(result) for (_, finish), result in zip(made, results, strict=True)]
         return runs[:count]
 
     def reordered(self, generator: Generator) -> _Run[tuple[Tensor, _Kept]]:
@@ -260,8 +256,9 @@ class _Evidence:
             `numbers` is a dict with the values that the Muon variant stores after the step.
         """
         x = self.fed.to(torch.float64, copy=True)
-        few, up = (torch.randint(most, (_FEW,), generator=generator) for most in (x.numel(), 2))
-        x.view(-1)[few.to(x.device)] *= (1 + self._eps * (2 * up - 1)).to(x.device, x.dtype)
+        few = torch.randint(x.numel(), (_FEW,), generator=generator)
+        signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
+        x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
         x *= 1 + int(torch.randint(-_TOGETHER, _TOGETHER + 1, (), generator=generator)) * torch.finfo(self._wide).eps
         rows, cols = (torch.randperm(n, generator=generator).to(x.device) for n in x.shape)
 
@@ -387,7 +384,8 @@ def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: d
     fault.
     """
     e = _Evidence(row, arithmetic, blocks, whole)
-    values = {**{what: e.before[what] for what in _MATRICES}, "updated weights": e.after["weights"]}
+    values = {what: e.before[what] for what in _MATRICES}
+    values["updated weights"] = e.after["weights"]
     if bad := [what for what, value in values.items() if not bool(value.isfinite().all())]:
         e.say("not_finite", f"NaN or infinity in {', '.join(bad)}", "finite numbers")
         return e
@@ -629,9 +627,8 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
         result = torch.zeros_like(e.dense)
         for shape in {e.fed[block].shape for block in blocks}:
             same = [block for block in blocks if e.fed[block].shape == shape]
-            for block, own in zip(
-                same, e.arithmetic.orthogonalized(torch.stack([e.fed[b] for b in same])), strict=True
-            ):
+            results = e.arithmetic.orthogonalized(torch.stack([e.fed[block] for block in same]))
+            for block, own in zip(same, results, strict=True):
                 # Give each block of the simulated update the length of the same block in the actual update, because a
                 # faulty step may compute the scale from the block's shape.
                 result[block] = _along(e.update[block], own) * own
@@ -661,9 +658,8 @@ def _of_others(e: _Evidence, others: Sequence[_Evidence]) -> Iterator[_Guess]:
         "the momentum before the step": e.before["momentum"],
         "the momentum without Nesterov's term": e.after["momentum"],
     }
-    for (what, value), own in zip(
-        inputs.items(), e.arithmetic.orthogonalized(torch.stack([*inputs.values()])), strict=True
-    ):
+    results = e.arithmetic.orthogonalized(torch.stack([*inputs.values()]))
+    for (what, value), own in zip(inputs.items(), results, strict=True):
         for how, plain in (("parallel to", value), ("the sign of", value.sign())):
             text = f"it is {how} {what}, as in plain SGD; Newton-Schulz did not run on it"
             yield "not_orthogonalized", text, _along(e.update, plain) * plain
