@@ -53,7 +53,8 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def iterations() -> None:
-    """Whole iterations as the package runs them, on fp32 input and with a bf16 wire both ways."""
+    """Errors of the package's Newton-Schulz iteration on fp32 input, and with input and result rounded to bf16, as if
+    they had been sent in bf16."""
     steps = schedule("keller").triples
     print("| spectrum | shape | method, products | error | with a bf16 wire |\n|---|---|---|---|---|")
     for kind in ("gauss", "log"):

@@ -81,7 +81,7 @@ def step_times(args: argparse.Namespace) -> dict[str, float]:
 
 
 def table(runs: dict[str, list[dict[str, Any]]], times: dict[str, float]) -> str:
-    """Held-out losses over seeds, their difference to plain Muon's at the same seed, and time."""
+    """Held-out losses over seeds, their differences from the loss of plain Muon at the same seed, and times."""
     lines = [
         "| variant | held-out loss: mean (min..max) | less than plain's, seed by seed | step, ms | of plain's |",
         "|---|---|---|---|---|",

@@ -255,7 +255,7 @@ def import_graph(trees: Mapping[str, ast.Module], package: str = "shardmuon") ->
 
 
 def imported(node: ast.AST, parent: str) -> Iterator[str]:
-    """Full names that a statement or a call imports; a name may be one that a module defines."""
+    """Full names that a statement or a call imports, each of a module or of an object that a module defines."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):

@@ -90,8 +90,9 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # The standard and the Gram method are assumed to reach the same fraction of the peak rate. The ratio of their times
-    # therefore ranges from the ratio of the lower ends to the ratio of the upper ends of the two time intervals.
+    # The standard method and the Gram method are assumed to reach the same fraction of the peak rate. Each time is an
+    # interval. So one end of the returned interval is the ratio of the lower ends, and the other end is the ratio of
+    # the upper ends.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 

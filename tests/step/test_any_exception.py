@@ -1,5 +1,6 @@
-"""Tests of exceptions that one rank raises before the ranks have agreed on a call. Such an exception must promptly
-cause an error on all ranks, and every error must name the cause.
+"""Tests of exceptions that one rank raises during a collective call, such as an optimizer step, before the ranks have
+agreed to go ahead with it. Such an exception must promptly cause an error on all ranks, and every error must name the
+cause.
 
 The tests trace a successful call to find the functions that it enters, and then raise exceptions in these functions
 (see `injection.py`).

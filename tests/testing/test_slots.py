@@ -167,8 +167,8 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(5, 257), (257, 5), (17, 33), (1, 1025), (3, 1000), (40, 24), (384, 200)], ids=str)
 def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, int], method: str) -> None:
-    """The bits of a matrix must depend neither on the matrix's alignment and strides in memory, nor on the batch size
-    or the number of batches."""
+    """The bits of an orthogonalized matrix must depend neither on the alignment and strides of the input in memory, nor
+    on the batch size or the number of batches."""
     size = batch_size(*shape, CPU)
     x = torch.randn(size + 3, *shape)
     dtype = torch.float32 if method == "gram" else None

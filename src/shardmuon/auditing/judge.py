@@ -526,9 +526,9 @@ def _judge_numbers(e: _Evidence) -> None:
 
 
 def _judge_update(e: _Evidence) -> None:
-    """Compare the applied update with the dense update. If the weights after both updates are bitwise equal, record a
-    difference of 0 in the matrix's row of the report, and the allowed difference from the comparison with exact
-    arithmetic."""
+    """Compare the applied update with the dense update. If both give bitwise equal weights, the matrix's row of the
+    report contains a difference of 0 and, as the allowed difference, the one that was allowed in the comparison with
+    exact arithmetic."""
     if torch.equal(e.after["weights"], e.step.after):
         status, difference, allowed = "ok", 0.0, e.orthogonalizer(_FIRST)[1]
     else:

@@ -1,5 +1,5 @@
-"""Votes of ranks before a collective call. The ranks find out which ranks are connected, report errors to each other in
-short messages, and agree to make the call.
+"""Voting among ranks before a collective call. The ranks find out which ranks are connected, report errors to each
+other in short messages, and agree to make the call.
 
 The collective calls are the optimizer step, gradient clipping and QK-clip. Each has a subclass of `Call`, which reports
 the inputs that must be equal on all ranks. `Call.agree` holds the vote. Afterwards, either all ranks proceed or all
@@ -17,7 +17,7 @@ ranks raise an error.
     lists the sets to which the rank belongs. In each round, every rank sends all entries that it has to the ranks of
     its sets. A rank has found the whole component when it has an entry for every rank that its entries mention. From
     the entries, it then computes the number of rounds after which the last rank has found the whole component. All
-    ranks compute the same number and stop after this round.
+    ranks compute the same number and stop after that many rounds.
 
 [Note: the message]
     A message in a vote contains the rank's phase (the operation on which it votes), its flags, a sum of digests
@@ -34,8 +34,9 @@ ranks raise an error.
 [Note: who votes]
     All ranks of a component vote before each call. To make the call, they need a binding: the plan (for a step) or the
     layouts (for clipping and QK-clip) that these ranks build together and cache between calls. A rank without a cached
-    binding requests a rebuild in a vote with the ranks with which it last voted. Ranks with a cached binding learn of
-    the request in the same vote, because they also begin the call with a vote. All ranks then rebuild the binding.
+    binding votes with the same ranks as last time, and requests a rebuild in this vote. Ranks with a cached binding
+    learn of the request in the same vote, because they also begin the call with a vote. All ranks then rebuild the
+    binding.
 
     A rank that has never voted does not know its component. Instead, it votes in each of its sets that is not contained
     in a larger one. Usually, there is only one such set, which is the whole component.

@@ -332,7 +332,7 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # this rank's layout table, in a list that is empty if this rank has an error
+    table: Sequence[Table],  # one item, this rank's layout table; no item if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,

@@ -493,8 +493,8 @@ def _factor_of(
     """Compute the matrix Q such that Q X is the result of all Newton-Schulz steps on a matrix X with X X^T = gram."""
     factor: Tensor | None = None
     for step, (a, b, c) in enumerate(coefficients):
-        # Do not add the coefficient a to the polynomial: the sum would be rounded relative to a, which is larger than
-        # the other terms.
+        # Do not add the coefficient `a` to the polynomial. It is larger than the other terms, which would lose digits
+        # when the sum is rounded.
         if c == 0.0:
             poly = products.operand(torch.mul(gram, b, out=_square_of(gram)))
         else:

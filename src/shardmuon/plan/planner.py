@@ -441,8 +441,8 @@ def _products_of(rows: int, cols: int, itemsize: int, cost: int, machine: Machin
     size = 1 if not machine.launch else min(max((3 << 20) // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
     # The FLOP rate of a batched matrix product is between the rate for one matrix of the batch and the rate for a
-    # single product of the batch's total size. It is estimated as the geometric mean of both rates, each as a share of
-    # the peak rate.
+    # single product of the batch's total size. It is estimated as the geometric mean of these two rates. All rates are
+    # shares of the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
     # a batch takes at least as long as the 30 kernel launches of five Newton-Schulz steps
     return size, max(size * cost * 1000 // (rate * share), 30 * machine.launch)

@@ -9,17 +9,17 @@ same result without communication, whether the model is already sharded or not.
 [Note: output heads]
     An output head is a layer that maps features to one logit per vocabulary entry or class. Nothing in torch marks
     output heads, so these rules apply in order:
-    1. Weights that are tied to an embedding (roles.py) are output heads. So are layers that the model names by
+    1. Weights that are tied to an embedding (roles.py) are output heads. So are layers that the model returns from
        `get_output_embeddings()` (Hugging Face) or `get_classifier()` (timm). In a module with an attribute `num_labels`
        (Hugging Face's classifiers), the last linear layer with `num_labels` rows is an output head.
     2. Let V be the number of rows of an embedding. A linear layer with V rows is an output head if nothing in the model
        reads V features, that is, no layer has V inputs, and no norm or embedding has width V. If
        `get_input_embeddings()` names embeddings, only these and embeddings tied to other layers count, because tables
        of positions or token types are not vocabularies. In a repeated block, only the last matrix can be an output head
-       by this rule. For example, a byte-level model has V = 256, but a key projection with 4 attention heads of 64
-       features also has 256 rows.
-    3. If the model names no output head and rules 1 and 2 find none, V may also be a width of the model, such as 256 in
-       a byte-level model of width 256. The output head is then the last linear layer with V rows outside the repeated
+       by this rule. Otherwise, in a byte-level model (V = 256), a key projection with 4 attention heads of 64 features
+       could be taken for an output head, because it also has 256 rows.
+    3. If rules 1 and 2 find no output head, V may also be a width of the model, such as 256 in a byte-level model of
+       width 256. The output head is then the last linear layer with V rows outside the repeated
        blocks. If there is no such layer, the model is treated as a classifier: if its last module is a linear layer
        that comes after repeated blocks, this layer is the output head, whatever its number of rows.
     If a choice may be wrong, a warning names the override that confirms or corrects it.

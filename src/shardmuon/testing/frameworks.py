@@ -150,8 +150,8 @@ class Fsdp1Run(Run):
 
     @staticmethod
     def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
-        """Gather copies of all weights of a wrapped model, by the names that the weights had before FSDP1 wrapped the
-        model. All ranks must call this function."""
+        """Gather full copies of all weights of a wrapped model. The keys are the names that the weights had before
+        FSDP1 wrapped the model. All ranks must call this function."""
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
             return {name: p.detach().clone() for name, p in named}
