@@ -192,8 +192,8 @@ SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 
 def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
-    """Return the number of ranks that orthogonalize each matrix and the plan's text, for two replicas of two shards
-    each. If `unlike` is True, rank 3 reports a different machine."""
+    """Plan for two replicas of two shards each. Return how many ranks orthogonalize each matrix, and the plan's text.
+    If `unlike` is True, rank 3 reports a different machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     placed = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in SHAPES]
     stamps = mock.patch.object(

@@ -143,8 +143,9 @@ class _Evidence:
         momentum: Expected momentum after the step, (rows, cols).
         given: Input of the stages that run before the orthogonalizer, (rows, cols).
         fed: The orthogonalizer's input, after these stages, (rows, cols).
-        reference: The orthogonalization of the whole matrix in exact arithmetic.
-        exact: The result of `reference`, (m, n) fp64, in the basis of the left singular vectors.
+        reference: Results of orthogonalizing the whole matrix in exact arithmetic.
+        exact: The orthogonalized matrix of `reference`, (m, n) fp64, in the basis of its left singular vectors. m is the
+            length of the matrix's shorter side, and n the length of its longer side.
         dense: The orthogonalizer's result for the whole matrix, in the arithmetic of the audited step.
         step: The dense reference step, computed from `dense`.
         update: The orthogonalizer's result, recovered from the weights before and after the audited step.
@@ -218,9 +219,9 @@ class _Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
-        """Select the values that the Muon variant's stages store (such as NorMuon's second moments) from `values`, the
-        quantities of the matrix. If a stage controls the norm of the weights, add the norm of the weights in
-        `values`."""
+        """Select the values that the Muon variant's stages store (such as NorMuon's second moments) from `values`, a
+        dict with all quantities of the matrix. If a stage controls the norm of the weights, the result also contains
+        this norm."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 

@@ -212,8 +212,9 @@ def _read_param(
 ) -> dict[str, Any]:
     """Check and convert one parameter's saved state.
 
-    State that only a framework needs is dropped. With Megatron, every parameter has a step count. With FSDP1, zeros are
-    saved for state that a parameter does not have, such as AdamW's state of a Muon parameter (frameworks/fsdp1.py).
+    State that only a framework needs is dropped. For example, Megatron saves a step count for every parameter, and
+    FSDP1 saves zeros for state that a parameter does not have, such as AdamW's second moment for a parameter that Muon
+    updates (see frameworks/fsdp1.py).
 
     Args:
         p: The parameter.

@@ -92,10 +92,10 @@ _OPTIONAL = {
 _FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
-# row of a table in a hardware file: (size, least value, middle value, largest value)
+# row of a table in a hardware file: (size, smallest value, middle value, largest value)
 _Row = tuple[float, float, float, float]
-# Array of shape (3,) with the least, middle and largest value of a number in a hardware file, or with the best, middle
-# and worst value of an estimate.
+# Array of shape (3,). For an entry of a hardware file, it contains the smallest, middle and largest value; for an
+# estimate, the best, middle and worst value.
 _Ends = NDArray[np.float64]
 
 

@@ -77,8 +77,8 @@ class MatrixView:
         return max(matrix.cols for matrix in self.matrices)
 
     def refined(self, strides: Sequence[int]) -> Ints:
-        """Convert the strides of a tensor to strides for the dims of `fine`, in which two dims can replace dim
-        `split_dim` of the tensor."""
+        """Convert the strides of a tensor to strides for the shape `fine`, which is the tensor's shape, except that dim
+        `split_dim` may be split into two dims."""
         if self.split_dim < 0:
             return tuple(strides)
         d, period = self.split_dim, self.fine[self.split_dim + 1]

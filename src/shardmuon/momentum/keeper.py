@@ -87,7 +87,7 @@ class Keeper:
         identity: str,  # name of the parameter, equal on all ranks
         view: MatrixView,
         grad: Tensor,  # local storage of the gradient
-        state: MutableMapping[str, Any],  # state of the parameter, which is updated in place, step count included
+        state: MutableMapping[str, Any],  # the parameter's state, step count included; updated in place
     ) -> tuple[Tensor, Rounding]:
         """Create or convert a parameter's stored momentum as needed for this step.
 

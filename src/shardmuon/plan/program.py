@@ -199,8 +199,8 @@ _Ways = defaultdict[tuple[_Phase, bool, int], list[Load]]
 
 
 def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
-    """Return the sort key of one of the matrices that are exchanged together (a bucket). Matrices that can be
-    orthogonalized in one batch have keys that differ only in the last entry, the index of the matrix."""
+    """Return the sort key of a matrix in a bucket (a group of matrices that are exchanged together). Matrices that can
+    be orthogonalized in one batch have keys that differ only in the last entry, the index of the matrix."""
     item = plan.items[number]
     return item.rows, item.cols, str(item.choice), plan.specs[item.param].batch, number
 
