@@ -357,7 +357,8 @@ def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
 def main() -> int:
     """Train as the command line says; 1 if the proof failed."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of the logits, which nothing changes in place
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it tells that weights on two mesh dims are gathered in two hops
+    # DTensor warns that weights that are sharded over two mesh dims are gathered in two hops.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=LAYOUTS, default="single", help="how weights are cut (%(default)s)")
     parser.add_argument("--compare", action="store_true", help="train again with torch.optim.AdamW")

@@ -144,8 +144,8 @@ class _Evidence:
         given: Input of the stages that run before the orthogonalizer, (rows, cols).
         fed: The orthogonalizer's input, after these stages, (rows, cols).
         reference: Results of orthogonalizing the whole matrix in exact arithmetic.
-        exact: The orthogonalized matrix of `reference`, (m, n) fp64, in the basis of its left singular vectors. m is the
-            length of the matrix's shorter side, and n the length of its longer side.
+        exact: The orthogonalized matrix of `reference`, (m, n) fp64, in the basis of its left singular vectors. m is
+            the length of the matrix's shorter side, and n the length of its longer side.
         dense: The orthogonalizer's result for the whole matrix, in the arithmetic of the audited step.
         step: The dense reference step, computed from `dense`.
         update: The orthogonalizer's result, recovered from the weights before and after the audited step.
