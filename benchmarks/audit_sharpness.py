@@ -1,10 +1,11 @@
-"""Sharpness of the audit: findings in healthy random steps, and planted faults that are named, by arithmetic and size.
+"""Accuracy of the audit: its findings in healthy random steps, and the planted faults that it names, by dtype and size.
 
-Healthy steps draw everything at random: shapes and how many matrices of each, spectrum and scale of the gradients,
-momentum's options, weight decay, method, schedule, dtype of the weights; half of them have a variant. Several matrices
-of one shape run as a batch in the live step and alone in the audit. The faults are those of tests/planted.py.
+Everything about a healthy step is drawn at random: the shapes and the number of matrices of each, the spectrum and
+scale of the gradients, the momentum options, weight decay, method, schedule and dtype of the weights. Half of the steps
+use a variant. Matrices of the same shape run as one batch in the live step and one by one in the audit. The planted
+faults are those of tests/planted.py.
 
-`--steps 1567 --rows` audits 4,701 healthy steps and plants nothing: about five minutes of one core.
+`--steps 1567 --rows` audits 4,701 healthy steps and plants no faults; it takes about five minutes on one core.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
 
 def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[list[str], dict[str, Any]]:
-    """The table of healthy steps."""
+    """Audit healthy random steps; return the table of findings for each dtype and the numbers behind it."""
     lines = ["| products | healthy steps | matrices | findings | rows `inconclusive` |", "|---|---|---|---|---|"]
     data: dict[str, Any] = {}
     for dtype in DTYPES:
@@ -42,7 +43,7 @@ def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[li
 
 
 def count_named(rows: list[int], device: str) -> tuple[list[str], dict[str, Any]]:
-    """The table of planted faults."""
+    """Plant every fault at every size; return the table that shows which ones the audit names, and its data."""
     products = {name: PRODUCTS[name] for name in DTYPES}
     heads = [f"{name} {size}" for name in products for size in rows]
     data: dict[str, dict[str, str]] = {name: {} for name in FAULTS}

@@ -1,4 +1,4 @@
-"""Common parts of all benchmarks: the machine, the commit, medians, and a result file that says how it was made."""
+"""Helpers shared by the benchmarks: machine and commit, medians, and result files that record how they were made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, str]:
-    """The device and versions, without anything that identifies the machine."""
+    """The device and the software versions, without anything that identifies this particular machine."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -35,7 +35,7 @@ def machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Short hash of HEAD, with a mark if files differ from it."""
+    """The short hash of HEAD, followed by "+changes" if src/ differs from it."""
     where = Path(__file__).parent
     head = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=False
@@ -46,11 +46,11 @@ def commit() -> str:
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
 
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # kind of device -> of the ranks that step on it
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # kind of device -> process-group backend of the ranks
 
 
 def together() -> None:
-    """Wait for this rank's device and for all ranks, if there are any."""
+    """Wait for the GPU, if there is one, and for all other ranks, if torch.distributed is running."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if dist.is_initialized():
@@ -58,12 +58,12 @@ def together() -> None:
 
 
 def summary(seconds: Sequence[float]) -> str:
-    """median (min .. max)"""
+    """Format values as "median (min..max)"."""
     return f"{statistics.median(seconds):.3f} ({min(seconds):.3f}..{max(seconds):.3f})"
 
 
 def write(name: str, text: str, data: Any) -> None:
-    """Write results/NAME.md and .json, headed by device, commit and command."""
+    """Write results/NAME.md and .json, headed by the device, the commit and the command that was run."""
     RESULTS.mkdir(exist_ok=True)
     command = "python " + shlex.join(sys.argv)
     head = machine() | {"commit": commit(), "command": command}

@@ -1,11 +1,12 @@
-"""Learning rates of a convolutional net trained from scratch: AdamW or Muon, a short and a longer run.
+"""Learning rates of convolutional nets trained from scratch with AdamW or Muon, in a short and a longer run.
 
     OMP_NUM_THREADS=1 python benchmarks/convnet_lr.py     # about five minutes on two idle cores
     OMP_NUM_THREADS=1 python benchmarks/convnet_lr.py --seeds 1
 
 Two small nets in plain torch, a ResNet (BatchNorm) and a ConvNeXt (depthwise convolutions, LayerNorm), learn the angle
-of noisy synthetic gratings: ten classes, every batch new. Warm-up over a tenth of the steps, then linear to zero.
-Runs are kept one by one in results/convnet_lr_runs.jsonl, so an interrupted sweep goes on.
+of noisy synthetic gratings, in ten classes; every batch is new. The learning rate warms up over a tenth of the steps
+and then falls linearly to zero. Each finished run is appended to results/convnet_lr_runs.jsonl, so an interrupted sweep
+can be resumed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ CLASSES = 10
 PIXELS = 16
 BATCH = 16
 DECAY = 0.05
-HELD_OUT = 24  # batches
+HELD_OUT = 24  # number of held-out batches
 
 
 def gratings(seed: int) -> tuple[Tensor, Tensor]:  # (B, 3, P, P) fp32, (B,) int64
-    """A batch of sine waves whose angle is the class; phase, colour and noise are random."""
+    """A batch of images of sine waves. The angle encodes the class; phase, colour and noise are random."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (BATCH,), generator=generator)
     rows, columns = torch.meshgrid(torch.arange(PIXELS) / PIXELS, torch.arange(PIXELS) / PIXELS, indexing="ij")
@@ -45,7 +46,7 @@ def gratings(seed: int) -> tuple[Tensor, Tensor]:  # (B, 3, P, P) fp32, (B,) int
 
 
 class Residual(nn.Module):
-    """ResNet's basic block."""
+    """The basic block of ResNet."""
 
     def __init__(self, inside: int, out: int) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Residual(nn.Module):
 
 
 class Depthwise(nn.Module):
-    """ConvNeXt's block."""
+    """The block of ConvNeXt."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Depthwise(nn.Module):
 
 
 class Pooled(nn.Module):
-    """A stem, blocks, the mean over pixels and a head."""
+    """A net made of a stem, a sequence of blocks, the mean over all pixels, and a linear head."""
 
     def __init__(self, stem: nn.Module, blocks: list[nn.Module], dim: int) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def convnext() -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: what a user writes, the rates tried, and (model, lr) -> optimizer."""
+    """One way to train: the code that a user writes, the learning rates to try, and (model, lr) -> optimizer."""
 
     code: str
     rates: tuple[float, ...]
@@ -131,7 +132,7 @@ Job = tuple[str, int, float, int, int]  # net, way, lr, steps, seed
 
 
 def run(job: Job) -> tuple[Job, float]:
-    """The job and its held-out loss in nats."""
+    """Train one net as the job says; return the job and the held-out loss in nats."""
     net, way, lr, steps, seed = job
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -173,7 +174,7 @@ def main() -> None:
         cells = []
         for steps in args.steps:
             losses = [found[job] for seed in range(args.seeds) if (job := (net, way, lr, steps, seed)) in found]
-            if len(losses) < args.seeds:  # with --kept
+            if len(losses) < args.seeds:  # possible with --kept, which runs nothing
                 cells.append("not run")
                 continue
             cells.append(f"{sum(losses) / len(losses):.3f} ({min(losses):.3f}..{max(losses):.3f})")

@@ -1,11 +1,12 @@
-"""The best learning rates of fine-tuning a pretrained model: all weights or LoRA's, AdamW or Muon.
+"""The best learning rates for fine-tuning a pretrained model: all weights or only LoRA's, with AdamW or Muon.
 
     python benchmarks/fine_tuning.py                  # about twenty minutes on two cores
     python benchmarks/fine_tuning.py --seeds 1
 
-A base is trained on the standard library's code with AdamW, as bases are, for each seed, and then on the library's
-English documentation (`pydoc_data.topics`, which the base has not seen). Each way walks up and down a grid of factors
-of two. Runs are kept one by one in results/fine_tuning_runs.json, so an interrupted sweep goes on.
+For each seed, a base model is first trained with AdamW, as base models usually are, on the source code of Python's
+standard library. It is then fine-tuned on the library's English documentation (`pydoc_data.topics`), which it has not
+seen. For each way of fine-tuning, the search moves up and down a grid of learning rates that differ by factors of two.
+Each finished run is saved in results/fine_tuning_runs.json, so an interrupted sweep can be resumed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TOPICS = "pydoc_data/topics.py"
 
 
 class LoRA(nn.Module):
-    """y = W x + (alpha / r) B A x with W frozen (https://arxiv.org/abs/2106.09685): A normal, B zero, alpha = 2 r."""
+    """LoRA, https://arxiv.org/abs/2106.09685: y = W x + (alpha / r) B A x; W frozen, A normal, B zero, alpha = 2 r."""
 
     def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -51,11 +52,11 @@ class LoRA(nn.Module):
 
 
 def with_lora(model: nn.Module, rank: int, seed: int) -> nn.Module:
-    """All linear layers of the blocks get factors; all else is frozen."""
+    """Add LoRA factors to every linear layer of the blocks, and freeze all other weights."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and "." in name:  # the head stands at the root
+        if isinstance(layer, nn.Linear) and "." in name:  # the head has no dot in its name, and gets no factors
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, LoRA(layer, rank, generator))
     return model
@@ -63,7 +64,7 @@ def with_lora(model: nn.Module, rank: int, seed: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to fine-tune: what a user writes, where the search begins, and (model, lr) -> optimizer."""
+    """One way to fine-tune: its code, whether it uses LoRA, where the search starts, and (model, lr) -> optimizer."""
 
     code: str
     lora: bool
@@ -92,7 +93,7 @@ WAYS = {
 
 
 class FineTuning:
-    """The bases, made when they are needed, and runs from them."""
+    """The base models, each trained when it is first needed, and the fine-tuning runs that start from them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -119,11 +120,11 @@ class FineTuning:
         return copy.deepcopy(self._bases[seed])
 
     def loss(self, model: nn.Module) -> float:
-        """Held-out loss on the new text, nats per byte."""
+        """The held-out loss on the fine-tuning text, in nats per byte."""
         return evaluate(model, self._held_out, self._config(self._args.steps, 0))
 
     def run(self, name: str, lr: float, seed: int) -> float:
-        """Held-out loss after fine-tuning; infinite where it diverged."""
+        """Fine-tune the base model; return its held-out loss, or infinity if training diverged."""
         way, config = WAYS[name], self._config(self._args.steps, seed + 1000)
         model = self.base(seed)
         if way.lora:
@@ -133,7 +134,7 @@ class FineTuning:
 
 
 def table(curves: dict[str, Curve]) -> str:
-    """The best learning rate of each way, and what half and twice of it cost."""
+    """A table of the best learning rate for each way of fine-tuning, with the losses at half and at twice that rate."""
     lines = ["| written as | best lr: held-out loss | at half of it | at twice |", "|---" * 4 + "|"]
     for name, curve in curves.items():
         power = min(curve, key=lambda p: sum(curve[p]))

@@ -1,8 +1,9 @@
-"""Draw what Muon costs over AdamW against the number of GPUs: `shardmuon plan` for three models. docs/img/overhead.svg
+"""Draw docs/img/overhead.svg: the extra cost of Muon over AdamW by number of GPUs, for three models.
 
-Each model keeps its tokens a step while ranks are added: FSDP over all of them (solid; experts on 64), for 8B shards
-within a node and replicas across (HSDP, dashed), where each result travels to every replica. Bands are intervals, lines
-their middles. Nothing of it is measured. Minutes on one core.
+The number of tokens per step stays fixed as ranks are added. Solid lines show FSDP over all ranks (experts over 64).
+The dashed line, for the 8B model, shows HSDP, which shards within a node and replicates across nodes, so that each
+result is sent to every replica. Bands are the intervals that `shardmuon plan` predicts, and lines are their middles.
+Nothing is measured. The script takes minutes on one core.
 
     python benchmarks/foresight_figure.py
 """
@@ -18,7 +19,7 @@ from matplotlib import pyplot
 
 from shardmuon.foresight import plan
 
-MODELS = (  # preset, name, tokens of a step, ranks, mesh, colour
+MODELS = (  # preset, name, tokens per step, numbers of ranks, mesh, colour
     ("llama3-8b", "Llama-3 8B, 4M tokens", 4e6, (8, 16, 32, 64, 128, 256, 512, 1024), "shard={n}", "#4c78c9"),
     ("llama3-8b", "the same, HSDP in nodes of 8", 4e6, (16, 32, 64, 128), "dp={r} shard=8", "#7da3e0"),
     ("llama3-70b", "Llama-3 70B, 8M tokens", 8e6, (32, 64, 128, 256, 512, 1024), "shard={n}", "#c9722c"),

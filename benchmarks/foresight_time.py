@@ -1,10 +1,11 @@
-"""`shardmuon plan` beside measured steps on this machine: layouts x 1, 2 and 4 ranks, shapes held out.
+"""Predictions of `shardmuon plan` compared with measured steps: ten layouts on 1, 2 and 4 ranks, with held-out shapes.
 
-Matrices whose sides stand in none of a hardware file's tables are stepped by the default `Muon` on each layout, and the
-live plan is priced with that file, which should be of this machine. Compared are the middle of the interval and the
-lower quartile of measured steps (from a barrier to a barrier, of the slowest rank; other work on a machine only adds,
-and the middle values of `cpu-gloo` are quartiles too), and it is counted how often that lies inside the interval.
-Misses are printed as they are. Six minutes on 2 cores; other work on the machine shows, so take it for yourself.
+The default `Muon` steps matrices whose sizes appear in none of the hardware file's tables. The live plan is then priced
+with that file, which should describe this machine. The middle of the predicted interval is compared with the lower
+quartile of the measured steps, and the script counts how often the quartile lies inside the interval. A step is timed
+on the slowest rank, from one barrier to the next. The lower quartile is used because other work on the machine can only
+add time, and because the middle values in `cpu-gloo` are quartiles too. Misses are reported like all other rows. The
+script takes six minutes on 2 cores. Other work on the machine affects the result, so run nothing else meanwhile.
 
     python benchmarks/foresight_time.py --hardware cpu-gloo    # on 2 cores with AVX-512 and bf16
     python benchmarks/foresight_time.py --device cuda --ranks 1 --hardware h100
@@ -46,10 +47,10 @@ ROWS = (
     "tp x dp",
     "mcore buffers",
 )
-# Sides in no table: those of cpu-gloo are 32 .. 512 by powers of two, with aspects 1, 3 and 4.
+# Matrix sizes that are in no table: cpu-gloo has powers of two from 32 to 512, with aspect ratios 1, 3 and 4.
 SIZES = (192, 320, 448)
 LAYERS = {192: 12, 320: 6, 448: 4, 768: 12, 1536: 6, 3072: 3, 5120: 1}
-GPU_SIZES = (768, 1536, 3072, 5120)  # in those of h100 256 .. 8192
+GPU_SIZES = (768, 1536, 3072, 5120)  # also in no table; those of h100 range from 256 to 8192
 
 
 def shapes(d: int) -> list[tuple[int, int]]:
@@ -57,7 +58,7 @@ def shapes(d: int) -> list[tuple[int, int]]:
 
 
 def step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Plan]:
-    """Seconds of steps, and the plan."""
+    """Time steps on one layout; return their seconds and the live plan."""
     with meshes_on(kind):
         return _step(layout, d, rounds, kind)
 

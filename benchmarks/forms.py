@@ -1,8 +1,8 @@
-"""Errors of the forms that an update can take: norms, MuonEq, `a` folded into the polynomial, the width of the wire.
+"""Rounding errors of alternative ways to compute an update: norms, MuonEq, folding `a` into the polynomial, wire dtype.
 
     python benchmarks/forms.py        # a minute on one core
 
-Everything is compared with fp64. Half precision is emulated: operands and results are rounded where tensor cores round.
+All results are compared with fp64. Half precision is emulated by rounding operands and results where tensor cores do.
 `PYTHONPATH=<other tree>/src python benchmarks/forms.py --only iterations` gives the errors of another commit.
 """
 
@@ -21,7 +21,7 @@ SPECTRA = ("gauss", "log", "rank16", "power")
 
 
 def drawn(kind: str, rows: int, cols: int, seed: int = 0) -> Tensor:  # (rows, cols), fp64
-    """A random matrix with a spectrum: Gaussian entries, log-spaced 1 .. 1e-3, 16 large values, or 1/i."""
+    """A random matrix: Gaussian, or with singular values log-spaced from 1 to 1e-3, 16 large ones, or equal to 1/i."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
     if kind == "gauss":
@@ -37,7 +37,7 @@ def drawn(kind: str, rows: int, cols: int, seed: int = 0) -> Tensor:  # (rows, c
 
 
 def exact(x: Tensor, steps: Triples) -> Tensor:
-    """Newton-Schulz in fp64."""
+    """The result of the Newton-Schulz steps, computed in fp64."""
     y = x.double() / x.double().norm()
     tall = y.shape[0] > y.shape[1]
     y = y.T if tall else y
@@ -48,19 +48,19 @@ def exact(x: Tensor, steps: Triples) -> Tensor:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative, Frobenius."""
+    """The relative error in the Frobenius norm."""
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
 def iterations() -> None:
-    """Errors of the package's Newton-Schulz iteration on fp32 input, and with input and result rounded to bf16, as if
-    they had been sent in bf16."""
+    """Print errors of the package's Newton-Schulz iteration: on fp32 input, and with input and result rounded to bf16
+    as if they had been sent in bf16."""
     steps = schedule("keller").triples
     print("| spectrum | shape | method, products | error | with a bf16 wire |\n|---|---|---|---|---|")
     for kind in ("gauss", "log"):
         for rows, cols in ((256, 1024), (1024, 256), (2048, 2048)):
             if kind == "log" and rows == 2048:
-                continue  # its SVD alone takes a minute
+                continue  # the SVD of a matrix this large takes a minute
             x = drawn(kind, rows, cols)
             wanted = exact(x, steps)
             for method, dtype in (
@@ -79,7 +79,7 @@ def iterations() -> None:
 
 
 def norms() -> None:
-    """One fp32 sum over a matrix beside chunks of 2^14 combined in fp64."""
+    """Print errors of two ways to compute a norm: one fp32 sum, and chunks of 2^14 elements combined in fp64."""
     print("| elements, dtype | one sum | chunks |\n|---|---|---|")
     for dtype in (torch.float32, torch.bfloat16):
         for rows, cols in ((384, 384), (384, 1536), (2048, 8192)):
@@ -93,22 +93,22 @@ def norms() -> None:
 
 
 def _mean_norm(x: Tensor) -> Tensor:  # (m, n) -> the same shape, fp32
-    """MuonEq as it was on CPUs for rows of zeros and of extreme norms: rows get their mean norm, found in fp64."""
+    """The former MuonEq on CPUs, for zero rows and extreme norms: scale all rows to their mean norm, found in fp64."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
     factor = torch.where(norms > 0, norms.square().mean().sqrt() / norms, 0.0).clamp_(max=2.0**120)
     return x.float() * factor.float()
 
 
 def _one_norm(x: Tensor) -> Tensor:  # (m, n) -> the same shape and dtype
-    """MuonEq as it is."""
+    """The current MuonEq, which scales each row to norm 1."""
     found = x.clone().unsqueeze(0)
     MuonEq().run_(found)
     return found[0]
 
 
 def muon_eq() -> None:
-    """MuonEq's two forms beside fp64: the rows, with the matrix at norm 1; and the update, with products and wire of a
-    dtype."""
+    """Print errors of the former and the current MuonEq against fp64: those of the rows, after the matrix is scaled to
+    norm 1, and those of the update, with products and wire in the given dtype."""
     steps, rows, cols = schedule("keller").triples, 128, 256
     zeros, tiny, huge = (drawn("gauss", rows, cols, seed) for seed in (1, 2, 3))
     zeros[::4] = 0
@@ -120,7 +120,7 @@ def muon_eq() -> None:
     for what, drawn_rows in cases.items():
         for dtype in (torch.float32, torch.bfloat16):
             x = drawn_rows.to(dtype)
-            wanted = torch.nn.functional.normalize(x.double(), dim=-1, eps=1e-300)  # zeros stay
+            wanted = torch.nn.functional.normalize(x.double(), dim=-1, eps=1e-300)  # rows of zeros remain zero
             update, cells = exact(wanted, steps), []
             for form in (_mean_norm, _one_norm):
                 out = form(x)
@@ -149,7 +149,7 @@ def _steps(x: Tensor, steps: Triples, dtype: torch.dtype, fold: str) -> Tensor:
 
 
 def folding() -> None:
-    """Error with `a` in the polynomial's diagonal over the error without, mean of three seeds: n = m and n = 4m."""
+    """Print the error with `a` folded into the diagonal of the polynomial, divided by the error without folding."""
     print("| schedule, products | " + " | ".join(f"{kind} {n}" for kind in SPECTRA for n in ("m", "4m")) + " |")
     print("|---|" + "---|" * 2 * len(SPECTRA))
     for name in ("keller", "quintic", "polar_express", "cans", "deepseek_v4"):

@@ -1,8 +1,8 @@
-"""Seconds, kernels and peak memory of a step on one device, beside torch.optim.Muon and, if it is there, dion.
+"""Time, kernels and peak memory of a step on one device, compared with torch.optim.Muon and, if installed, dion.
 
-make gpu                                                       # tests/test_gpu.py first: right before fast
+make gpu                                                       # runs tests/test_gpu.py first: correctness before speed
 make gpu GPU="--sizes 768x4"
-python benchmarks/gpu.py --device cpu --sizes 64x1 --rounds 1  # that the script itself runs
+python benchmarks/gpu.py --device cpu --sizes 64x1 --rounds 1  # checks only that the script works
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from on_device import SyntheticModel, bytes_above, kernels_of, make_model, make_
 
 
 class Contender(NamedTuple):
-    """Whom to time on the matrices of a model."""
+    """An optimizer to time: its name, and a function that builds it for a model."""
 
     name: str
     make: Callable[[SyntheticModel], Any]
@@ -37,7 +37,7 @@ def _ours(**options: Any) -> Callable[[SyntheticModel], Any]:
 
 
 def _with_adamw(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[SyntheticModel], Any]:
-    """A peer for the matrices, torch's fused AdamW for the rest, as one step."""
+    """Combine a peer optimizer for the matrices and torch's fused AdamW for the rest into one optimizer."""
 
     class Both:
         def __init__(self, model: SyntheticModel) -> None:
@@ -75,7 +75,7 @@ CONTENDERS = (
 
 
 def timings(device: torch.device, d: int, layers: int, rounds: int) -> tuple[list[str], dict[str, Any]]:
-    """Interleaved, one process. Each contender has a model of its own; kernels and peak memory of one step."""
+    """Time the contenders in turn, each on its own model; also measure the kernels and peak memory of one step."""
     rows: dict[str, dict[str, Any]] = {contender.name: {"seconds": []} for contender in CONTENDERS}
     steps: dict[str, Callable[[], Any]] = {}
     for contender in CONTENDERS:

@@ -27,7 +27,7 @@ def fit(
     config: Config,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """Train, and return the losses of all steps (nats per byte), or of those up to the first that is not finite."""
+    """Train the model; return the losses of the steps in nats per byte, ending at the first that is not finite."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, config))
     losses: list[float] = []
     for step in range(config.steps):
@@ -45,5 +45,5 @@ def fit(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, text: np.ndarray, config: Config) -> float:
-    """Mean loss of the held-out batches."""
+    """The mean loss over the held-out batches."""
     return statistics.mean(float(loss_of(model, rows)) for rows in held_out_rows(text, config))

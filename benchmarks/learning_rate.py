@@ -3,8 +3,9 @@
     python benchmarks/learning_rate.py                       # all widths, ways and seeds: about an hour on two cores
     python benchmarks/learning_rate.py --widths 64,128 --seeds 1
 
-Each way walks up and down a grid of factors of two from where it expects the optimum, until the mean held-out loss over
-seeds rises on both sides. Runs are added to results/learning_rate.json one by one, so an interrupted sweep goes on.
+For each way, the search starts at the expected optimum and moves up and down a grid of learning rates that differ by
+factors of two, until the mean held-out loss over all seeds rises on both sides. Each finished run is saved in
+results/learning_rate_runs.json, so an interrupted sweep can be resumed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Way:
     """One way to set the learning rate.
 
     Attributes:
-        code: What a user writes.
-        start: Where the search begins, as a power of two.
-        make: (model, lr) -> optimizer.
+        code: The code that a user writes, with x for the learning rate.
+        start: The exponent of 2 at which the search for the learning rate starts.
+        make: A function (model, lr) -> optimizer.
     """
 
     code: str
@@ -55,8 +56,8 @@ WAYS = {
 
 
 def held_out_loss(way: Way, width: int, lr: float, seed: int, text: list[Any], args: argparse.Namespace) -> float:
-    """Held-out loss of one run, nats per byte; infinite where it diverged. Heads have width / 4 channels, hidden layers
-    3 width."""
+    """Train one model of this width; return its held-out loss in nats per byte, or infinity if training diverged.
+    Attention heads have width / 4 channels, and hidden layers are three times as wide as the model."""
     config = Config(
         dim=width, layers=args.layers, hidden=3 * width, seq_len=args.seq_len, batch=args.batch, steps=args.steps,
         warmup=args.steps // 5, seed=seed, eval_batches=args.eval_batches,
@@ -67,7 +68,7 @@ def held_out_loss(way: Way, width: int, lr: float, seed: int, text: list[Any], a
 
 
 def table(curves: dict[str, dict[int, Curve]]) -> str:
-    """Best learning rates and their losses, and by how many grid points the optimum moves over the widths."""
+    """A table of the best learning rates, their losses, and the factor by which the optimum moves across the widths."""
     widths = sorted({width for curve in curves.values() for width in curve})
     lines = [
         "| written as | " + " | ".join(f"width {width}" for width in widths) + " | optimum moves by |",
@@ -83,7 +84,7 @@ def table(curves: dict[str, dict[int, Curve]]) -> str:
 
 
 def draw(curves: dict[str, dict[int, Curve]]) -> None:
-    """One panel for each way: held-out loss against lr, one line for each width, the best point marked."""
+    """Draw held-out loss against learning rate: a panel for each way, a line for each width, a dot at each minimum."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -137,7 +138,7 @@ def main() -> None:
     sweep = Sweep(RUNS, setting, args.seeds, run)
     widths, names = [int(width) for width in args.widths.split(",")], args.ways.split(",")
     curves: dict[str, dict[int, Curve]] = {name: {} for name in names}
-    for width in widths:  # the small ones first: they are cheap and say whether the grid is right
+    for width in widths:  # small widths first: they are cheap and show whether the grid is right
         for name in names:
             curves[name][width] = sweep.curve(f"{name} {width}", WAYS[name].start)
     draw(curves)

@@ -1,7 +1,8 @@
-"""Does momentum in bf16 or 8-bit codes train as fp32 does, and how far off is one update?
+"""Compare momentum in bf16 and in 8-bit codes with fp32: the losses after training, and the error of a single update.
 
-Trains the demo's model with each dtype from several seeds and compares the spread between dtypes with that between
-seeds. On the gradients of one such run, the momentum is also kept in other ways, to compare codes and roundings.
+The script trains the demo's model with each dtype from several seeds, and compares the differences between dtypes with
+those between seeds. On the gradients of one fp32 run, it also stores the momentum in other formats, to compare codes
+and rounding modes.
 
     python benchmarks/momentum_dtype.py
 """
@@ -32,7 +33,7 @@ COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def linear_nearest(x: Tensor) -> Tensor:
-    """8-bit codes in equal steps, to compare with."""
+    """Round to 8-bit codes in equal steps, as a baseline for the codes that the package uses."""
     cols = x.shape[1]
     blocks = torch.nn.functional.pad(x, (0, -cols % BLOCK)).view(len(x), -1, BLOCK)
     scale = blocks.abs().amax(-1, keepdim=True)
@@ -54,7 +55,7 @@ ALTERNATIVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Shadows:
-    """The momentum of every matrix of a run, kept in every way."""
+    """Copies of the momentum of every matrix in a run, one for each storage format, to compare the formats' errors."""
 
     def __init__(self) -> None:
         self._exact: dict[int, Tensor] = {}
@@ -95,7 +96,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def train(text: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows: Shadows | None) -> tuple[float, float]:
-    """(mean loss of the last 20 steps, held-out loss)."""
+    """Train one model; return the mean loss of the last 20 steps and the held-out loss."""
     config = Config(
         dim=args.dim, hidden=3 * args.dim, seq_len=64, batch=8, steps=args.steps, seed=seed, eval_batches=16
     )
@@ -113,13 +114,13 @@ def train(text: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows: S
 
 
 def summarized(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
-    """Mean and largest of each of the two errors."""
+    """The mean and the largest value of each error: that before and that after orthogonalization."""
     columns = [[pair[i] for pair in pairs] for i in (0, 1)]
     return {"mean": [statistics.mean(c) for c in columns], "largest": [max(c) for c in columns]}
 
 
 def times() -> dict[str, float]:
-    """Nanoseconds an element of one momentum update, one thread."""
+    """Time one momentum update on one thread, in nanoseconds per element."""
     size, found = 1024, {}
     grad = torch.randn(size, size)
     whole = Patch.rectangle(0, 0, 0, size, size)

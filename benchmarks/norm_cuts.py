@@ -1,7 +1,8 @@
-"""Frequency with which a cut changes a norm that is summed in fp64 by piece and rounded to fp32 once.
+"""Estimate how often cutting a vector into pieces changes its norm, if each piece is summed in fp64 and rounded once.
 
-A norm changes where its fp64 value lies as close to a tie of two fp32 numbers as the cut moves it: too seldom to count.
-So the rate is the mean of that move over the distance of fp32 numbers, over random vectors and cuts.
+The final fp32 norm changes only if its fp64 value lies so close to the midpoint between two fp32 numbers that the cut
+moves it across. This is too rare to count. The rate is therefore estimated as the change in the fp64 value divided by
+the spacing of fp32 numbers, averaged over random vectors and cuts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardmuon.gradients.clip import _combine, _norm_of
 
 
 def main(draws: int) -> None:
-    """Print the rate."""
+    """Print the estimated rate, and the number of changes that were seen."""
     draw, moves, changed = random.Random(0), 0.0, 0
     for seed in range(draws):
         size = draw.randint(1000, 60_000)

@@ -1,6 +1,6 @@
-"""Other projects' optimizers from checkouts of the user's: found, cut out of programs, run in other dtypes.
+"""Load other projects' optimizers from the user's checkouts, extract them from programs, and run them in other dtypes.
 
-Import this before any of them. Nothing that they would compile is compiled (TORCHDYNAMO_DISABLE=1).
+Import this module before any of those projects. It sets TORCHDYNAMO_DISABLE=1, so nothing in them is compiled.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ import typing_extensions
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when a decorator of torch.compile is met
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch reads it when it meets a torch.compile decorator
 
 DTYPE_OF = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Arithmetic(TorchFunctionMode):
-    """Runs torch code with other dtypes than it names: bf16 as `products`; and with fp64 products fp32 as fp64, too.
+    """Run torch code with other dtypes than those it names: bf16 becomes `products`.
 
-    Code that asks a tensor for its dtype is then told fp32, for some insists on that.
+    With fp64 products, fp32 becomes fp64 as well. Code that asks such an fp64 tensor for its dtype is then told fp32,
+    because some of it insists on fp32.
     """
 
     def __init__(self, products: torch.dtype) -> None:
@@ -42,7 +43,7 @@ class Arithmetic(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.bfloat16, Tensor.float):
             named = torch.bfloat16 if func is Tensor.bfloat16 else torch.float32
-            return args[0].to(self._instead.get(named, named))  # in here the mode is off
+            return args[0].to(self._instead.get(named, named))  # no recursion: the mode is off inside this method
         args = [self._instead.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
         kwargs = {k: self._instead.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
         found = func(*args, **kwargs)
@@ -51,7 +52,7 @@ class Arithmetic(TorchFunctionMode):
 
 @contextlib.contextmanager
 def arithmetic(products: torch.dtype) -> Iterator[None]:
-    """`Arithmetic`, and numbers that become tensors in as many bits."""
+    """Enter `Arithmetic`, and set torch's default dtype to fp64 for fp64 products and to fp32 otherwise."""
     wide = torch.float64 if products == torch.float64 else torch.float32
     torch.set_default_dtype(wide)
     try:
@@ -65,7 +66,9 @@ def arithmetic(products: torch.dtype) -> Iterator[None]:
 
 
 def taken(file: Path, names: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Execute these functions, classes and constants of a file alone, beside what is `given`; methods as "Class.name".
+    """Execute only the named functions, classes and constants of a file, with `given` as extra globals.
+
+    A method is named as "Class.name".
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -94,7 +97,7 @@ def _named(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def blob(file: Path) -> str:
-    """Git's name of a file's contents, shortened: which version was read."""
+    """The file's name and its shortened Git blob hash, which together show which version was read."""
     data = file.read_bytes()
     found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     return f"{file.name} (blob {found[:8]})"
@@ -107,19 +110,19 @@ def folder(path: Path | None, option: str) -> Path:
 
 
 def emerging(name: str) -> Any:
-    """A module of Emerging-Optimizers. Its registry needs Python 3.12; it only keeps a table of names."""
+    """Import a module of Emerging-Optimizers. Before Python 3.12, replace its registry, a mere table, by a stub."""
     if sys.version_info < (3, 12):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
         table = types.ModuleType("emerging_optimizers.registry")
         table.register_optimizer = lambda name: lambda found: found  # type: ignore[attr-defined]
         sys.modules.setdefault("emerging_optimizers.registry", table)
         importlib.import_module("emerging_optimizers").registry = table  # type: ignore[attr-defined]
-        _alone("emerging_optimizers.orthogonalized_optimizers")  # imports all of them, some with 3.12's syntax
+        _alone("emerging_optimizers.orthogonalized_optimizers")  # its __init__ would import code in 3.12 syntax
     return importlib.import_module(f"emerging_optimizers.{name}")
 
 
 def _alone(package: str) -> None:
-    """The package without what its __init__ imports."""
+    """Register an empty stand-in for a package, so that its modules can be imported without running its __init__."""
     if package not in sys.modules:
         top, _, last = package.partition(".")
         made = types.ModuleType(package)

@@ -1,12 +1,14 @@
-"""Newton-Schulz by itself: errors, counted FLOPs, and speed beside the peers' functions, all in one run.
+"""Newton-Schulz by itself: its errors, its FLOPs, and its speed compared with that of other projects' functions.
 
-Errors: relative Frobenius distance to the exact polar factor and singular-value range, for every schedule, method and
-dtype on five spectra. FLOPs: counted by torch's FlopCounterMode against the formulas. Speed: method "auto" as the
-optimizer uses it (choice by rule), in rounds in which every contender takes a turn; the ratio is the
-median of the round-by-round ratios, above 1 where ours is faster. All contenders run torch.optim.Muon's five steps.
+Errors: the relative Frobenius distance to the exact polar factor and the range of the singular values, for every
+schedule, method and dtype, on five spectra. FLOPs: the count of torch's FlopCounterMode compared with the formulas.
+Speed: method "auto" as the optimizer uses it, which chooses by rule. In each round every contender takes one turn; the
+ratio is the median of the round-by-round ratios, and is above 1 where shardmuon is faster. All contenders run the five
+steps of torch.optim.Muon.
 
-torch.optim.Muon's function casts to bf16. In the fp32 columns that cast is replaced by fp32, which gives it this
-machine's fast products; the bf16 columns run it as it is. Peers that are not installed are left out, with the reason.
+The function of torch.optim.Muon casts to bf16. In the fp32 rows this cast is replaced by one to fp32, so that the
+function can use this machine's fast products; in the bf16 rows it runs unchanged. For a peer that is not installed, the
+table gives the reason instead of a ratio.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def errors(device: torch.device) -> list[str]:
-    """One row for each schedule and method: error in fp32/bf16/fp16 and range of the singular values in fp32."""
+    """A table of each schedule and method: errors in fp32, bf16 and fp16, and the singular-value range in fp32."""
     lines = ["| schedule, method | " + " | ".join(f"{kind} {m}x{n}" for kind, m, n in SPECTRA) + " |"]
     lines.append("|---" * (len(SPECTRA) + 1) + "|")
     for name, steps in SCHEDULES:
@@ -89,7 +91,7 @@ def _cell(name: str, steps: int, method: str, at: int, device: torch.device) -> 
 
 
 def counted() -> list[str]:
-    """Counted against the formula, full products (m = 96: no blocks) and the CPU's block triangle (m = 384)."""
+    """A table of counted FLOPs against the formula: full products (m = 96), the CPU's block triangle (m = 384)."""
     lines = ["| schedule, method | m x n | counted GFLOP | formula | ratio |", "|---|---|---|---|---|"]
     for name, steps in (("keller", 5), ("polar_express", 5), ("cubic", 5)):
         for method in ("standard", "gram"):
@@ -98,7 +100,7 @@ def counted() -> list[str]:
                 with FlopCounterMode(display=False) as counter:
                     orthogonalize(torch.randn(1, m, n), triples, method=method, dtype=torch.float32)
                 total = counter.get_total_flops()
-                kind = "cpu" if m > 96 else "cuda"  # full products, as on accelerators, if the matrix is small
+                kind = "cpu" if m > 96 else "cuda"  # small matrices use full products, as on accelerators
                 formula = flops(method, m, n, triples, torch.float32, torch.device(kind))
                 row = f"{m}x{n} | {total / 1e9:.4f} | {formula / 1e9:.4f} | {total / formula:.4f}"
                 lines.append(f"| {name} {steps}, {method} | {row} |")
@@ -117,7 +119,7 @@ def torchs(dtype: torch.dtype) -> Contender:
 
 
 def emerging(dtype: torch.dtype) -> Contender:
-    if not hasattr(typing, "override"):  # the package asks for Python 3.12
+    if not hasattr(typing, "override"):  # the package requires Python 3.12
         typing.override = lambda function: function  # type: ignore[attr-defined]
     module = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
 
@@ -155,7 +157,7 @@ PEERS: dict[str, Callable[[torch.dtype], Contender]] = {
 
 
 def speed(device: torch.device, rounds: int, names: list[str], clock: Clock) -> tuple[list[str], dict[str, Any]]:
-    """Median seconds of every contender and the ratio to ours, for each dtype and shape."""
+    """Time all contenders for each dtype and shape; return the table of seconds and ratios, and its data."""
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     lines = [
         "| dtype | batch x m x n | ours: choice | seconds | GFLOP/s | "
@@ -167,7 +169,7 @@ def speed(device: torch.device, rounds: int, names: list[str], clock: Clock) -> 
     for label in ("fp32", "bf16") if device.type == "cpu" else ("bf16", "fp16"):
         for batch, m, n in shapes:
             dtype = DTYPES[label]
-            # on an accelerator "auto" may take fp16 for the Gram form whatever the standard form would take
+            # on an accelerator, "auto" may choose fp16 for the Gram form whichever dtype the standard form would use
             wanted = dtype if device.type == "cpu" or label == "fp16" else None
             choice = Choice.made("auto", wanted, (m, n), (KELLER,) * 5, device)
             contenders, missing = _contenders(choice, dtype, names)
@@ -197,7 +199,7 @@ def _contenders(choice: Choice, dtype: torch.dtype, names: list[str]) -> tuple[d
     missing: dict[str, str] = {}
     for name in names:
         if name == "gram-newton-schulz" and not torch.cuda.is_available():
-            missing[name] = "needs a GPU"  # its CPU path is fp16 products without instructions for them
+            missing[name] = "needs a GPU"  # on a CPU it multiplies in fp16, which would be emulated
             continue
         try:
             found[name] = PEERS[name](dtype)

@@ -1,9 +1,10 @@
-"""Cost of a step beside its arithmetic: many matrices too small to take time, ours beside torch's, interleaved.
+"""Overhead of a step apart from its arithmetic, for shardmuon and torch, on many matrices that are cheap to compute.
 
-600 matrices of 8 x 16, one thread a rank. One process: a step of `Muon`, of torch.optim.Muon and of fused AdamW; with
-4,000 matrices, too, which must cost in proportion. Two ranks: DTensors cut by rows, a step of `Muon`, and
-`clip_grad_norm_` beside torch's. And the processor time of `import shardmuon` on top of `import torch`, in fresh
-processes. Medians of all rounds; ratios are to be read, not single times. About a minute.
+All runs use 600 matrices of 8 x 16 and one thread per rank, and take turns. In one process, the script times a step of
+`Muon`, of torch.optim.Muon and of fused AdamW, and a step of `Muon` with 4,000 matrices, whose cost should grow only in
+proportion. On two ranks, with DTensors sharded by rows, it times a step of `Muon`, and `clip_grad_norm_` beside
+torch's. In fresh processes, it measures the processor time of `import shardmuon` after `import torch`. Results are
+medians of all rounds; compare ratios, not single times. The script takes about a minute.
 
     python benchmarks/overhead.py --rounds 25
 """
@@ -35,7 +36,7 @@ IMPORT = "import time, torch; a = time.process_time(); import shardmuon; print(t
 
 
 def parameters(number: int, sharded: bool = False) -> list[nn.Parameter]:
-    """Parameters with gradients; DTensors over all ranks if `sharded`."""
+    """Parameters with gradients, which are DTensors sharded over all ranks if `sharded` is true."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:
@@ -51,7 +52,7 @@ def parameters(number: int, sharded: bool = False) -> list[nn.Parameter]:
 def time_in_turn(
     calls: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Milliseconds of each, in rounds in which every one takes a turn; the first three are not counted."""
+    """Time the calls in rounds in which each takes a turn; return milliseconds, without the first three rounds."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 3):
         for name, call in calls.items():
@@ -89,7 +90,7 @@ def on_ranks(rounds: int) -> dict[str, list[float]]:
 
 
 def imports(times: int) -> list[float]:
-    """Seconds of processor time, with compiled modules on disk as after any first import."""
+    """Measure the processor seconds of `import shardmuon` in fresh processes that find compiled bytecode on disk."""
     run = [sys.executable, "-c", IMPORT]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     found = [subprocess.run(run, capture_output=True, text=True, check=True, env=env) for _ in range(times + 1)]

@@ -1,7 +1,7 @@
-"""Time of layouts, a plan and one rank's programs for matrices on a large mesh, and the copies that an owner makes.
+"""Time to make layouts, a plan and one rank's programs for matrices on a large mesh, and the copies that owners make.
 
-Pure: one process reckons for all ranks, and no tensor is stored. Every round begins with fresh layouts. 45 seconds on
-one core, most of them for the copies of all owners.
+One process does the computations for all ranks, and no tensors are stored. Every round starts with fresh layouts. The
+script takes 45 seconds on one core, most of them to count the copies of all owners.
 
     python benchmarks/program_time.py                              # 400 matrices on 1 x 1024 and 16 x 64 ranks
     python benchmarks/program_time.py --mesh 4x256 --matrices 1000
@@ -25,19 +25,19 @@ from shardmuon.plan.plan import Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import Program
 
-# of 1,024 shards those of 1,408 rows leave 320 ranks empty
+# matrices of 1,408 rows, cut into 1,024 shards, leave 320 ranks without any rows
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (1408, 4096), (4096, 1408))
 PHASES = ("layouts", "plan", "digests", "programs")
 
 
 def sizes(text: str) -> Ints:
-    """4x256: 4 replicas, each cut into 256 shards."""
+    """Parse a mesh: "4x256" stands for 4 replicas, each cut into 256 shards."""
     replicas, shards = map(int, text.split("x"))
     return replicas, shards
 
 
 def hybrid_sharded(shape: Ints, mesh: Ints) -> ParamLayout:
-    """Every replica cuts the rows into equal shards; the last may be small or empty."""
+    """A layout in which every replica cuts the rows into equal shards, of which the last may be smaller or empty."""
     rows, cols = shape
     replicas, shards = mesh
     step = -(-rows // shards)
@@ -47,7 +47,7 @@ def hybrid_sharded(shape: Ints, mesh: Ints) -> ParamLayout:
 
 
 def measure(mesh: Ints, num: int, policy: Policy, rounds: int) -> dict[str, Any]:
-    """Seconds of each phase in each round; buckets; number of copies -> owners that make as many in a bucket."""
+    """Time each phase in each round; also count the buckets, and how many owners make each number of copies."""
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(rounds):
         began = [time.perf_counter()]

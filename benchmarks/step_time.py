@@ -1,22 +1,23 @@
-"""Step time of one optimizer step, ours beside peers, interleaved in one run. `make bench`
+"""Time of one optimizer step, for shardmuon and its peers, interleaved in one run (`make bench`).
 
-Model: 12 layers of (3d x d, d x d, 4d x d, d x 4d) with d = 384: 48 matrices, 21.2 M Muon parameters. Gradients are
-injected. One thread a rank. In every round each contender takes one step, so a machine whose speed drifts slows all of
-them; ratios and medians are to be read, not single times. Less than eight minutes for 1, 2 and 4 ranks.
+Model: 12 layers of (3d x d, d x d, 4d x d, d x 4d) with d = 384, which makes 48 matrices and 21.2 M Muon parameters.
+Gradients are injected, and each rank uses one thread. Each contender takes one step in every round, so a drift in the
+machine's speed affects all of them; compare ratios and medians, not single times. The benchmark takes less than eight
+minutes for 1, 2 and 4 ranks.
 
     make bench                                             # this CPU
     make bench BENCH="--only fsdp2 --name fsdp2"           # some of the contenders
     SHARDMUON_CPU_BF16=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 make bench BENCH="--name step_time_avx2"
 
-Peers run where they can be imported: torch.optim.Muon always; `muon-fsdp2` and `dtensor-muon` are on PyPI; put the
-others on PYTHONPATH (dion: a checkout of microsoft/dion). The table says which were absent. Whatever is chosen by
-measurement (ours by default, peers that compile) is chosen in two untimed steps.
+A peer runs if it can be imported. torch.optim.Muon is always present, `muon-fsdp2` and `dtensor-muon` are on PyPI, and
+dion must be on PYTHONPATH as a checkout of microsoft/dion. The table names those that were absent. Choices that are
+made by measurement (by shardmuon's default, and by peers that compile) are made in two untimed steps.
 
-Some peers cast to bf16. On a CPU without bf16 instructions torch multiplies bf16 matrices 10 to 80 times slower than
-fp32 ones, which would decide everything; there `Tensor.bfloat16` is made to return fp32 for the peers, so that they
-run at this CPU's best speed. dion's are in functions that it compiles, which that does not reach: its source is read
-with fp32 in the place of bf16 where a Newton-Schulz function casts its input. What it sends stays bf16, as it has it.
-`--native` leaves all as they are.
+Some peers cast to bf16. On a CPU without bf16 instructions, torch multiplies bf16 matrices 10 to 80 times slower than
+fp32 ones, which would outweigh everything else. On such a CPU, `Tensor.bfloat16` returns fp32 for the peers, so that
+they run at the CPU's best speed. This does not reach the casts of dion, which are in functions that it compiles. Its
+source is therefore loaded with fp32 instead of bf16 where a Newton-Schulz function casts its input; what it sends stays
+in bf16. `--native` leaves all peers unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # peers compile; ranks are processes enough
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # peers compile, and the ranks already use all cores
 
 KELLER = (3.4445, -4.7750, 2.0315)
 
@@ -57,7 +58,7 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def fp32_casts(active: bool) -> Iterator[None]:
-    """`x.bfloat16()` gives fp32. Only around peers' steps."""
+    """Make all casts to bf16 return fp32 while the context is active. Use it only around the steps of peers."""
     original = Tensor.bfloat16
     original_to = Tensor.to
 
@@ -77,12 +78,12 @@ def fp32_casts(active: bool) -> Iterator[None]:
 
 
 class Fp32Source(importlib.machinery.SourceFileLoader):
-    """A module whose Newton-Schulz functions cast their input to fp32 where its source says bf16."""
+    """A loader of modules whose Newton-Schulz functions then cast their input to fp32 instead of bf16."""
 
     CASTS = ("X = G.to(dtype=torch.bfloat16)", "X = G.bfloat16()")
     replaced = 0
 
-    def get_code(self, fullname: str) -> CodeType:  # never a cached one
+    def get_code(self, fullname: str) -> CodeType:  # never uses cached bytecode
         source = self.get_data(self.path).decode()
         for cast in self.CASTS:
             Fp32Source.replaced += source.count(cast)
@@ -91,7 +92,7 @@ class Fp32Source(importlib.machinery.SourceFileLoader):
 
 
 class Fp32Package:
-    """Finds the modules of one package for `Fp32Source`."""
+    """An import finder that loads all modules of one package with `Fp32Source`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -154,7 +155,7 @@ def adamw(params: list[nn.Parameter], group: Any) -> Any:
 
 
 class Contender(NamedTuple):
-    """Whom to time, and on which layout. `peer`: another project's, which may cast to bf16."""
+    """An optimizer to time on one layout. A `peer` is from another project, and may cast to bf16."""
 
     name: str
     layout: str
@@ -183,7 +184,7 @@ CONTENDERS = (
 
 
 def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], native: bool) -> dict[str, Any]:
-    """Runs on every rank: name -> what `Result` holds, or the reason why it did not run."""
+    """Time all contenders on this rank; return the times and method of each, or the reason why it did not run."""
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=40)
     if not native:
@@ -197,7 +198,7 @@ def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], 
         try:
             optimizer = build(contender, d, layers)
             with fp32_casts(contender.peer and not native):
-                optimizer.step()  # plans, measures, compiles, opens connections
+                optimizer.step()  # the first step plans, measures, compiles and opens connections
                 optimizer.step()
         except Exception as error:  # a peer that is not on the path, or cannot run here, is named and left out
             out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
@@ -228,7 +229,7 @@ def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], 
 
 
 def build(contender: Contender, d: int, layers: int) -> Any:
-    """The optimizer over the model's matrices on its layout, with gradients in place."""
+    """Build the contender's optimizer over the model's matrices on its layout, with gradients set."""
     case = LAYOUTS[contender.layout]
     generator = torch.Generator().manual_seed(0)
     full = {f"w{i}": torch.randn(shape, generator=generator) * 0.02 for i, shape in enumerate(shapes(d, layers))}
@@ -240,13 +241,13 @@ def build(contender: Contender, d: int, layers: int) -> Any:
 
 
 def how(optimizer: Any) -> str:
-    """The method that "auto" or the rule took, of ours."""
+    """The methods and dtypes that shardmuon's plan chose; an empty string for other optimizers."""
     plan = getattr(optimizer, "plan", None)
     return "" if plan is None else ", ".join(sorted({str(item.choice) for item in plan.items}))
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, float]:
-    """Wall seconds of one step, from a barrier to a barrier, and this rank's CPU seconds in it."""
+    """Time one step: wall seconds from one barrier to the next, and the CPU seconds of this rank."""
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     step()
@@ -256,7 +257,7 @@ def timed(step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def floor(d: int, layers: int) -> float:
-    """CPU seconds of all Newton-Schulz products of the model as a peer would run them, in this CPU's better dtype."""
+    """The CPU seconds of all Newton-Schulz products of the model, done as a peer would, in this CPU's faster dtype."""
     dtype = torch.bfloat16 if cpu_has_bf16_matmul() else torch.float32
     total = 0.0
     for shape in shapes(d, 1):
@@ -270,12 +271,12 @@ def floor(d: int, layers: int) -> float:
 
 
 BARE = "floor, with one pass and two messages"
-_PART = 1 << 16  # elements that stay in a core's cache from the first operation to the last
+_PART = 1 << 16  # elements; few enough to stay in a core's cache
 
 
 class Moved:
-    """The least that any Muon must do besides products: this rank's share of the model once through momentum,
-    bf16 and weights, part by part while in cache, and its bytes to the others and back in two exchanges."""
+    """The least work that any Muon must do besides products. This rank's share of the model passes once through
+    momentum, bf16 and weights, in parts that fit in the cache, and is sent to the other ranks and back."""
 
     def __init__(self, d: int, layers: int) -> None:
         world = dist.get_world_size()
@@ -332,7 +333,7 @@ def main() -> None:
 
 
 def imitation() -> list[str]:
-    """The CPU that the environment makes of this one, which may have more."""
+    """Lines for the report on the lesser CPU that environment variables imitate; empty if none of them is set."""
     names = ("SHARDMUON_CPU_BF16", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
     given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     if not given:
@@ -346,7 +347,7 @@ def imitation() -> list[str]:
 
 
 def table(found: dict[int, list[dict[str, Any]]], names: list[str], which: str, title: str) -> list[str]:
-    """Median (min .. max), and the median of the round-by-round ratio to the fastest peer of that number of ranks."""
+    """A table of medians with ranges, and of the median ratio, round by round, to the fastest peer on as many ranks."""
     head = [f"{r} rank{'s' if r > 1 else ''}" for r in found]
     lines = [
         f"{title}: median (min..max); x: median of the round-by-round ratio to the fastest peer on fsdp2.",
@@ -371,14 +372,14 @@ def table(found: dict[int, list[dict[str, Any]]], names: list[str], which: str, 
 
 
 def of(rows: list[dict[str, Any]], name: str | None, which: str) -> list[float] | None:
-    """Seconds of each round, of the slowest rank; None if it did not run."""
+    """The seconds of the slowest rank in each round, or None if the contender did not run."""
     if name is None or not all(isinstance(row[name], dict) for row in rows):
         return None
     return [max(values) for values in zip(*(row[name][which] for row in rows), strict=True)]
 
 
 def fastest_peer(rows: list[dict[str, Any]], which: str) -> str | None:
-    """The peer on fsdp2 with the least median."""
+    """The name of the peer on the layout fsdp2 with the lowest median, or None if no peer ran."""
     peers = [str(c) for c in CONTENDERS if c.peer and c.layout == "fsdp2" and str(c) in rows[0]]
     ran = {name: statistics.median(seconds) for name in peers if (seconds := of(rows, name, which))}
     return min(ran, key=lambda name: ran[name], default=None)

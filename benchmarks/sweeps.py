@@ -1,4 +1,4 @@
-"""Walks over learning rates: which runs are done, which are missing, and where the mean over seeds is lowest."""
+"""Search for the best learning rate: run what is missing, keep all results, and find the lowest mean over seeds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Curve = dict[int, list[float]]  # power of two -> held-out losses of all seeds
+Curve = dict[int, list[float]]  # exponent of two -> held-out losses of all seeds
 
 
 class Sweep:
-    """Runs of many names and learning rates, kept in a file one by one, so that an interrupted sweep goes on."""
+    """Runs at many learning rates. Each is saved as soon as it ends, so that an interrupted sweep can be resumed."""
 
     def __init__(
         self, path: Path, setting: dict[str, Any], seeds: int, run: Callable[[str, float, int], float]
     ) -> None:
-        """`setting`: what all runs have in common. `run`: (name, lr, seed) -> held-out loss."""
+        """Load the saved runs. `setting` is the options of all runs, and `run` is (name, lr, seed) -> held-out loss."""
         self._path, self._setting, self._seeds, self._run = path, setting, seeds, run
         self.runs: dict[str, float] = {}
         if path.exists():
@@ -28,7 +28,7 @@ class Sweep:
             self.runs = saved["runs"]
 
     def losses(self, name: str, power: int) -> list[float]:
-        """Held-out losses of all seeds at lr = 2**power."""
+        """The held-out losses of all seeds at lr = 2**power; runs that are missing are made and saved."""
         found = []
         for seed in range(self._seeds):
             key = f"{name} {power} {seed}"
@@ -41,7 +41,7 @@ class Sweep:
         return found
 
     def curve(self, name: str, start: int) -> Curve:
-        """Losses around the lowest mean, which is never the last point on either side; searched from 2**start."""
+        """Search from lr = 2**start until the lowest mean has a neighbour on both sides; return all losses."""
         found = {power: self.losses(name, power) for power in (start - 1, start, start + 1)}
         while missing := [power for power in (best(found) - 1, best(found) + 1) if power not in found]:
             found |= {power: self.losses(name, power) for power in missing}
@@ -49,11 +49,11 @@ class Sweep:
 
 
 def best(curve: Curve) -> int:
-    """The power of two with the lowest mean."""
+    """The exponent of two whose mean loss is lowest."""
     return min(curve, key=lambda power: statistics.mean(curve[power]))
 
 
 def at_best(curve: Curve) -> str:
-    """The best learning rate and its losses, for a table."""
+    """The text of a table cell: the best learning rate and the mean and range of its losses."""
     losses = curve[best(curve)]
     return f"2^{best(curve)}: {statistics.mean(losses):.3f} ({min(losses):.3f}..{max(losses):.3f})"

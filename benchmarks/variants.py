@@ -1,11 +1,11 @@
-"""The demo's model trained with plain Muon and with each variant, at several seeds: losses with their spread, and time.
+"""Train the demo's model with plain Muon and with each variant, at several seeds: losses with their spread, and times.
 
     python benchmarks/variants.py                        # 3 seeds, 400 steps: an hour or two on two cores
     python benchmarks/variants.py --steps 40 --seeds 2   # a try
     python benchmarks/variants.py --only time            # milliseconds of a step beside plain Muon's, no training
 
-All see the same batches and start from the same weights at a seed, with one learning rate for all. The variants are
-written by the stages' own names; add "a+b" to --variants for those that compose.
+For each seed, all variants start from the same weights and see the same batches; one learning rate is used throughout.
+Variants are named after their stages. To test a combination of stages, add "a+b" to --variants.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ VARIANTS = (
     "muon_eq+normuon",
     "hyperball",
 )
-WITHOUT_DECAY = ("hyperball",)  # controls the norm of weights itself
+WITHOUT_DECAY = ("hyperball",)  # Hyperball itself controls the norm of the weights
 
 
 def train(variant: str, seed: int, text: list[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """One run: training losses, and the held-out one at the end (nats per byte)."""
+    """Train one model; return its training losses and its final held-out loss, in nats per byte."""
     config = Config(
         dim=args.width, layers=args.layers, hidden=3 * args.width, seq_len=args.seq_len, batch=args.batch,
         steps=args.steps, warmup=args.steps // 5, seed=seed, eval_batches=args.eval_batches,
@@ -49,7 +49,7 @@ def train(variant: str, seed: int, text: list[Any], args: argparse.Namespace) ->
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Moving average that remembers 0.85 of itself, corrected for its start."""
+    """The exponential moving average with a decay of 0.85, corrected for its start at zero."""
     average, weight, out = 0.0, 0.0, []
     for value in values:
         average, weight = 0.85 * average + 0.15 * value, 0.85 * weight + 0.15
@@ -58,7 +58,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def step_times(args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of a step on matrices of a transformer layer, the best of rounds in which all take turns."""
+    """Time a step on the matrices of a transformer layer: the least milliseconds of rounds in which all take turns."""
     d = args.time_width
     shapes = [(d, d)] * 4 + [(3 * d, d)] * 2 + [(d, 3 * d)]
     optimizers: dict[str, Muon] = {}
@@ -81,7 +81,7 @@ def step_times(args: argparse.Namespace) -> dict[str, float]:
 
 
 def table(runs: dict[str, list[dict[str, Any]]], times: dict[str, float]) -> str:
-    """Held-out losses over seeds, their differences from the loss of plain Muon at the same seed, and times."""
+    """A table of held-out losses over seeds, their differences from plain Muon at the same seed, and step times."""
     lines = [
         "| variant | held-out loss: mean (min..max) | less than plain's, seed by seed | step, ms | of plain's |",
         "|---|---|---|---|---|",
@@ -102,7 +102,7 @@ def table(runs: dict[str, list[dict[str, Any]]], times: dict[str, float]) -> str
 
 
 def draw(runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Smoothed training losses: the mean over seeds as a line, smallest to largest as a band."""
+    """Draw the smoothed training losses: the mean over seeds as a line, and the range over seeds as a band."""
     import matplotlib as mpl
 
     mpl.use("Agg")

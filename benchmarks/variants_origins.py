@@ -1,22 +1,24 @@
-"""Each variant against the code it comes from: relative difference of five updates, beside what rounding explains.
+"""Compare each variant with the code it comes from: relative differences of five updates, and what rounding explains.
 
     PYTHONPATH=dion:Emerging-Optimizers python benchmarks/variants_origins.py --nanochat nanochat \
         --modded-nanogpt modded-nanogpt
 
-Less than a minute, on a CPU. Origins are read from checkouts of yours; none is part of this repository. What is not
-found is named and left out: microsoft/dion and NVIDIA-NeMo/Emerging-Optimizers (with absl-py) on PYTHONPATH, karpathy/
-nanochat and KellerJordan/modded-nanogpt as folders. The last two are training programs, so only the named functions
-and classes of a file are executed. Nothing is compiled (TORCHDYNAMO_DISABLE=1).
+The script takes less than a minute on a CPU. The original projects are read from your own checkouts; none is part of
+this repository. microsoft/dion and NVIDIA-NeMo/Emerging-Optimizers (with absl-py) must be on PYTHONPATH;
+karpathy/nanochat and KellerJordan/modded-nanogpt are given as folders. These two are training programs, so only the
+required functions and classes of a file are executed. A project that is not found is named and left out. Nothing is
+compiled (TORCHDYNAMO_DISABLE=1).
 
 Both sides begin with the same weights and get the same gradients, whose rows differ in scale by up to 100, and both
-use the origin's settings: its coefficients, momentum, decay and learning-rate scale. Every origin runs three times: as
-it is (bf16 products), with its casts to bf16 replaced by fp32, and with all of them replaced by fp64. `Arithmetic` does
-that from outside. The difference between its run in an arithmetic and its run in fp64 is the band of that arithmetic.
-Two runs of one formula may each be off by it, so two that differ by more than twice the band are "outside". (Cautious
-decay is a choice: a weight times an update within rounding of 0 may fall on either side.)
+use the origin's settings: its coefficients, momentum, decay and learning-rate scale. Every origin runs three times:
+unchanged (bf16 products), with its casts to bf16 replaced by fp32, and with all its casts replaced by fp64. The class
+`Arithmetic` makes these changes from outside. The difference between an origin's run in one arithmetic and its run in
+fp64 is the band of that arithmetic. Two runs of one formula may each be off by the band, so two runs that differ by
+more than twice the band are "outside". (Cautious decay depends on a sign: if a weight times its update is zero up to
+rounding, the decision may go either way.)
 
-Whether a row could have been outside at all is what the last column says: how far ours is from the origin once a stage
-is left out.
+The last column of the table shows whether the test can detect an error at all: it gives the difference from the origin
+if shardmuon's variant lacks one of its stages.
 """
 
 from __future__ import annotations
@@ -48,17 +50,17 @@ KELLER = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 class Case(NamedTuple):
-    """One origin beside one variant of ours.
+    """One origin (another project's optimizer) and the variant of shardmuon to compare with it.
 
     Attributes:
-        origin: Its name.
-        variant: Ours; behind a comma what else is chosen.
-        source: What of the origin is run, and which version of it.
-        theirs: (parameter) -> something with `step`.
-        ours: Options of `Muon` that are the origin's settings; a function gives one for each shape.
-        without: Variants of ours that lack a stage.
-        another_rule: Shape -> whether the origin does something else there.
-        remark: What of the origin is not in its settings.
+        origin: The name of the origin.
+        variant: The variant of shardmuon; any other options follow after a comma.
+        source: The part of the origin that is run, and its version.
+        theirs: A function that builds the origin's optimizer, which has a `step` method, for a parameter.
+        ours: Options of `Muon` that match the origin's settings; a function computes an option from the shape.
+        without: Variants of shardmuon that lack one of the stages.
+        another_rule: A function that returns true for shapes on which the origin follows a different rule.
+        remark: A note on behaviour of the origin that does not follow from its settings.
     """
 
     origin: str
@@ -72,7 +74,7 @@ class Case(NamedTuple):
 
 
 def scaled_norm(coefficients: Sequence[Sequence[float]], factor: float) -> tuple[tuple[float, ...], ...]:
-    """Coefficients that do from X / ||X|| what these do from X / (factor ||X||)."""
+    """Convert coefficients meant to start from X / (factor ||X||) into equivalent ones that start from X / ||X||."""
     (a, b, c), *rest = coefficients
     return ((a / factor, b / factor**3, c / factor**5), *(tuple(row) for row in rest))
 
@@ -121,7 +123,7 @@ def dion(args: argparse.Namespace) -> list[Case]:
 
 
 class ModdedNorMuon:
-    """Keller Jordan's speed run: its orthogonalization and NorMuon, applied without its bit-packed weights."""
+    """The orthogonalization and NorMuon of Keller Jordan's modded-nanogpt, applied without its bit-packed weights."""
 
     def __init__(self, p: nn.Parameter, found: dict[str, Any]) -> None:
         self._p, self._found = p, found
@@ -140,7 +142,7 @@ class ModdedNorMuon:
 def modded(args: argparse.Namespace) -> list[Case]:
     file = folder(args.modded_nanogpt, "--modded-nanogpt") / "train_gpt.py"
     method = "NorMuonAndAdam._apply_normuon_variance_reduction"
-    products = {  # for its Triton kernels
+    products = {  # needed for its Triton kernels
         "XXT": lambda x, out: torch.matmul(x, x.mT, out=out),
         "XTX": lambda x, out: torch.matmul(x.mT, x, out=out),
         "ba_plus_cAA": lambda a, alpha, beta, out: torch.add(beta * a, alpha * (a @ a), out=out),
@@ -201,7 +203,7 @@ ORIGINS: dict[str, Callable[[argparse.Namespace], list[Case]]] = {
 
 
 def problem(shape: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
-    """Weights and gradients in fp32; the gradients' rows have scales from 0.01 to 1."""
+    """Random weights and gradients in fp32. The rows of each gradient have scales from 0.01 to 1."""
     generator = torch.Generator().manual_seed(shape[0] * 1000 + shape[1])
     rows = torch.logspace(-2, 0, shape[0])[:, None]
     grads = [torch.randn(shape, generator=generator) * rows for _ in range(STEPS)]
@@ -209,7 +211,7 @@ def problem(shape: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
 
 
 def updates_of(make: Callable[[nn.Parameter], Any], weights: Tensor, grads: list[Tensor]) -> list[Tensor]:
-    """Changes of the weights by each step, in fp64. The weights' dtype is that of the run."""
+    """Run one step for each gradient, in the dtype of the weights; return the change that each step makes, in fp64."""
     p = nn.Parameter(weights.clone())
     optimizer, found = make(p), []
     for grad in grads:
@@ -244,7 +246,7 @@ def differences(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 def compare(case: Case, shape: tuple[int, int]) -> dict[str, Any]:
-    """Compare, for each arithmetic: per step difference and band; and how far ours is once a stage is left out."""
+    """Compare the updates for one shape: differences and bands in each arithmetic, and differences without a stage."""
     exact = theirs_in(case, shape, torch.float64)
     row: dict[str, Any] = {"origin": case.origin, "variant": case.variant, "shape": shape}
     variant = case.variant.partition(",")[0]
@@ -281,7 +283,7 @@ def written(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The largest of the steps' numbers of each row."""
+    """A table with one line for each case and shape, which shows the largest value over all steps."""
     lines = [
         "| origin | variant | shape | fp64 | fp32 | its band | | bf16 | its band | | a stage left out |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -296,7 +298,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def steps_table(rows: list[dict[str, Any]]) -> str:
-    """Table of difference / band per step, of one shape of each case."""
+    """A table of the difference and the band at every step, for the first shape of each case."""
     lines = [
         "| origin | variant | shape | products | " + " | ".join(f"step {i + 1}" for i in range(STEPS)) + " |",
         "|---" * (4 + STEPS) + "|",
@@ -320,7 +322,7 @@ def main() -> None:
     parser.add_argument("--modded-nanogpt", type=Path, help="a checkout of KellerJordan/modded-nanogpt")
     parser.add_argument("--name", default="variants_origins", help="name of the result file")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # small matrices
+    torch.set_num_threads(1)  # the matrices are small
     rows, sources, absent = [], [], []
     for name, cases_of in ORIGINS.items():
         try:

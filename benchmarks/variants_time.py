@@ -3,18 +3,22 @@
     python benchmarks/variants_time.py                    # both widths, 1 and 2 ranks, and QK-clip: about six minutes
     python benchmarks/variants_time.py --seconds 20       # a try
 
-Optimizer steps: layers of (3d x d, d x d, 4d x d, d x 4d) under FSDP2, and an embedding of 4096 x d that AdamW steps,
-with decay: 4 layers with d = 384, and one with d = 1024, where products take more of a step (they grow with d^3, passes
-over memory with d^2). Gradients are injected; one thread a rank; matrices without decay, which Hyperball refuses. In
-every round each contender takes one step, beginning with another one each time, and is divided by plain Muon's step of
-the same round; the medians of these ratios are the result, of wall time and of processor time (of the slowest rank,
-without the wait at the barrier), which other work on the machine changes less. Plain Muon runs twice: what its second
-row is off from 1, and how far its quartiles are apart, is what the machine does by itself. Beside it stand calls of
-torch and bytes that they read and write in a step on one rank, products left out, which no other work on the machine
-changes. A call on a list of tensors counts as one.
+Optimizer steps: the model has layers of (3d x d, d x d, 4d x d, d x 4d) under FSDP2, and an embedding of 4096 x d that
+AdamW steps with weight decay. There are 4 layers with d = 384, or one with d = 1024, where products take a larger share
+of a step (they grow with d^3, and passes over memory with d^2). Gradients are injected, and each rank uses one thread.
+Matrices have no weight decay, because Hyperball refuses it.
 
-QK-clip: training steps (forward, backward, step) of the demo's model on one process. With `every=10` nine of ten steps
-are not measured. tau is infinite: logits are measured, reduced and compared, and models do not drift apart.
+In every round each contender takes one step, with a different one first each time, and its time is divided by that of
+plain Muon in the same round. The result is the median of these ratios, for wall time and for processor time. Both are
+those of the slowest rank; processor time excludes the wait at the barrier, so other work on the machine affects it
+less. Plain Muon runs twice: the difference of its second row from 1, and the spread of its quartiles, show the
+machine's own noise. The table also gives the number of torch calls in a step on one rank, and the bytes that they read
+and write (without those of products); other work on the machine affects neither. A call on a list of tensors counts as
+one.
+
+QK-clip: training steps (forward, backward, optimizer step) of the demo's model in one process. With `every=10`, nine of
+ten steps are not measured. tau is infinite, so logits are measured, reduced and compared, but the models do not drift
+apart.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ OWNERS = "muon_eq+normuon"
 
 
 class Contender(NamedTuple):
-    """A variant of the matrices, and the kind of AdamW of the rest."""
+    """A contender in the benchmark: its name, and the variant of Muon that steps the matrices."""
 
     name: str
     variant: str | None = None
@@ -65,7 +69,7 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 
 def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
-    """The optimizer over weights on a layout, with gradients in place, on the kind of device of `meshes_on`."""
+    """Build the optimizer over weights on a layout, with gradients set, on the kind of device given to `meshes_on`."""
     case, world = LAYOUTS[layout], dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(s, generator=generator) * 0.02 for s in [*shapes(d, layers), (4096, d)]]
@@ -83,17 +87,17 @@ def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
 
 
 def contend(d: int, layers: int, rounds: int, seconds: float, kind: str) -> dict[str, list[tuple[float, float]]]:
-    """Runs on every rank: seconds of each contender's steps, see `in_turn`."""
+    """Time the steps of all contenders on this rank, with `in_turn`. Call it on every rank."""
     with meshes_on(kind):
         built = {contender.name: build(contender, d, layers, "fsdp2") for contender in CONTENDERS}
     for optimizer in built.values():
-        optimizer.step()  # plans, opens connections
+        optimizer.step()  # the first step plans and opens connections
     return in_turn({name: optimizer.step for name, optimizer in built.items()}, rounds, seconds)
 
 
 def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
-    """Rounds in which everyone takes a step, beginning with the next one each time: wall seconds from a barrier to a
-    barrier, and this process's seconds on processors between them."""
+    """Time all steps in rounds, with a different one first each time. Return, for each step, the wall seconds from one
+    barrier to the next and the processor seconds of this process."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names, start = list(steps), time.perf_counter()
     for number in range(rounds):
@@ -117,8 +121,8 @@ def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) ->
 
 
 class Counted(TorchDispatchMode):
-    """Counts torch calls that compute or copy, and the bytes of their arguments and results. Products are counted as
-    calls, not in bytes: they do not pass over memory once."""
+    """Count torch calls that compute or copy, and the bytes of their arguments and results. Products count as calls,
+    but their bytes do not count, because products read memory more than once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +148,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _written_twice(func: Any, args: Any) -> list[Tensor]:
-    """Arguments that are read and written."""
+    """The arguments that a call both reads and writes, whose bytes therefore count twice."""
     name = func.overloadpacket.__name__
     return (
         _tensors(args[0])
@@ -154,7 +158,7 @@ def _written_twice(func: Any, args: Any) -> list[Tensor]:
 
 
 def counts(d: int, layers: int, kind: str) -> dict[str, tuple[int, int]]:
-    """Calls and bytes of one step on one rank, of plain tensors."""
+    """Count the torch calls and bytes of one step of each contender on one rank, with plain tensors."""
     found = {}
     for contender in CONTENDERS:
         with meshes_on(kind):
@@ -177,11 +181,11 @@ CLIPS: dict[str, dict[str, Any] | None] = {
 
 
 def clip_times(rounds: int, seconds: float, device: torch.device) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of training steps on this process, see `in_turn`."""
+    """Time training steps with and without QK-clip in this process, with `in_turn`."""
     torch.set_num_threads(1)
     steps = {name: trainer(options, device) for name, options in CLIPS.items()}
     for step in steps.values():
-        step()  # the first, which is always measured
+        step()  # the first step, whose logits are always measured
     return in_turn(steps, rounds, seconds)
 
 
@@ -218,7 +222,7 @@ def quartiles(values: list[float]) -> str:
 
 
 def step_times(d: int, layers: int, ranks: int, args: argparse.Namespace) -> Times:
-    """Step times of the slowest rank in each round."""
+    """The step times of each contender: those of the slowest rank in each round."""
     with RankPool(ranks, backend=common.BACKENDS[args.device], timeout=3600) as pool:
         everyone = pool.run(contend, d, layers, args.rounds, args.seconds, args.device)
     return {

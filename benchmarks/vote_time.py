@@ -1,4 +1,4 @@
-"""Time of a vote beside gloo's all-reduce of as many bytes, on this machine's ranks.
+"""Time a vote and a gloo all-reduce of the same number of bytes, between ranks on this machine.
 
 for n in 2 3 4 8; do torchrun --nproc-per-node $n benchmarks/vote_time.py; done
 """
@@ -28,7 +28,7 @@ def main() -> None:
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(ROUNDS + 1):
-        for name, call in contenders.items():  # by turns, so that a machine whose speed drifts slows both
+        for name, call in contenders.items():  # in turn, so that a drift in the machine's speed affects both
             dist.barrier()
             began = time.perf_counter()
             for _ in range(CALLS):

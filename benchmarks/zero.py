@@ -1,12 +1,15 @@
-"""shardmuon beside DeepSpeed's own Muon and AdamW on one model and the same gradients, at ZeRO 1, 2 and 3.
+"""Compare shardmuon with DeepSpeed's own Muon and AdamW at ZeRO stages 1, 2 and 3, on one model and the same gradients.
 
-Default configurations: only the stage, the batch and the optimizer are set, so gradients are clipped at 1.0
-(DeepSpeed's default since 0.19.3). The model is a sum of weights times constants, so gradients are known: the error
-of the first update is its relative Frobenius distance to the five Newton-Schulz steps on the whole mean gradient, in
-fp32. A step is backward and `engine.step()`. DeepSpeed compiles its Newton-Schulz with inductor; its first steps are
-not timed. Bytes are what crosses the loopback interface: all ranks', of gradients, updates and weights (Linux; on a
-machine where others use it too, in a network namespace: `unshare -n sh -c 'ip link set lo up; python zero.py'`). The
-peak is that of a rank's resident memory in a step above what was resident before it.
+DeepSpeed runs with its default configuration: only the stage, the batch and the optimizer are set, so gradients are
+clipped at 1.0 (the default since DeepSpeed 0.19.3). The loss is the sum of all weights, each multiplied elementwise by
+a constant, so the gradients are known. The error of the first update is its relative Frobenius distance from the result
+of the five Newton-Schulz steps on the full mean gradient in fp32. A step consists of forward, backward and
+`engine.step()`. DeepSpeed compiles its Newton-Schulz with inductor, so the first steps are not timed.
+
+The bytes moved are those of all ranks' gradients, updates and weights that cross the loopback interface (Linux only).
+If other programs use that interface too, run the script in a network namespace: `unshare -n sh -c 'ip link set lo up;
+python zero.py'`. The peak of a step is the highest resident memory of a rank during the step, minus what was resident
+before it.
 """
 
 from __future__ import annotations
@@ -41,16 +44,16 @@ def factors(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def _loopback() -> int:
-    """Bytes that the loopback interface has carried."""
+    """The number of bytes that the loopback interface has received since it came up."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[0])
 
 
 class _Peak:
-    """Resident memory above that of now, at its highest."""
+    """The peak of this process's resident memory, relative to the amount resident when the object was created."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
         self._start = self._read("VmRSS")
 
     def bytes(self) -> int:
@@ -62,7 +65,8 @@ class _Peak:
 
 
 class _Sum(nn.Module):
-    """The sum of all weights times given factors, whose gradients are the factors."""
+    """The sum of all weights, each multiplied elementwise by a given factor, so that the factor is the weight's
+    gradient."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
@@ -74,7 +78,7 @@ class _Sum(nn.Module):
 
 
 def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, warm: int) -> dict[str, Any]:
-    """Steps on this rank: seconds, error of the first update, Newton-Schulz runs, bytes of state."""
+    """Run steps on this rank; return their times, the first update's error, Newton-Schulz runs and byte counts."""
     rank, world = dist.get_rank(), dist.get_world_size()
     warnings.simplefilter("ignore")
     deepspeed = ZeroRun.start_deepspeed()
@@ -122,7 +126,7 @@ def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, war
             peak, carried = _Peak(), _loopback()
             dist.barrier()
             begin = time.perf_counter()
-            engine.backward(engine(inputs))  # where DeepSpeed orthogonalizes at stages 1 and 2
+            engine.backward(engine(inputs))  # at stages 1 and 2, DeepSpeed orthogonalizes here
             engine.step()
             dist.barrier()
             seconds.append(time.perf_counter() - begin)

@@ -1,10 +1,11 @@
-"""Compare two trees of this project bit for bit on the golden rows: the working tree and the one of a commit.
+"""Compare the results of the working tree on the golden rows, bit for bit, with those of another commit.
 
     python scripts/golden.py --base COMMIT [--ranks 1 2 3 4] [--only TEXT]
 
-Both run the rows of tests/golden of the *working tree*, on layouts as each tree itself builds them, on one machine, one
-after the other. Prints each row and tensor that differs with the ranks on which it does, and ends with 1 if any does.
-Digests of COMMIT are kept in build/golden: a second comparison with it takes half the time.
+Both trees run the rows in tests/golden of the *working tree*, one tree after the other on one machine; each tree builds
+the layouts with its own code. The script prints each row and tensor that differs, with the ranks on which it differs,
+and exits with status 1 if any does. The digests of COMMIT are kept in build/golden, so a second comparison with the
+same commit takes half the time.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "tests" / "golden"
 KEPT = ROOT / "build" / "golden"
-TIMEOUT = 900  # seconds for all rows of one number of ranks: a hang ends here
-MOST_TENSORS = 6  # that are printed of one row
+TIMEOUT = 900  # seconds for all rows on one number of ranks; a hang ends after this time
+MOST_TENSORS = 6  # the most tensors that are printed for one row
 
-Rows = Mapping[str, Mapping[str, list[str]]]  # row -> tensor -> digest of each rank
+Rows = Mapping[str, Mapping[str, list[str]]]  # row -> tensor -> digests, one for each rank
 
 
 def commit_of(base: str) -> str:
-    """The full name of a commit."""
+    """The full hash of the commit that a revision names."""
     command = ["git", "rev-parse", "--verify", f"{base}^{{commit}}"]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """The tree of a commit."""
+    """Unpack the src folder of a commit into a folder, and return that folder."""
     archive = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     return folder
 
 
 def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
-    """Run the rows on a tree."""
+    """Run the golden rows with the code of one tree, and return their digests."""
     started = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{ROWS.parent}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "golden.rows", "--ranks", str(ranks), "--out", str(out), "--only", only]
@@ -53,7 +54,7 @@ def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
         try:
             code = process.wait(TIMEOUT)
         except BaseException:
-            os.killpg(process.pid, 9)  # the ranks, too
+            os.killpg(process.pid, 9)  # ends the ranks as well
             raise
     if code:
         sys.exit(f"golden rows on {ranks} ranks failed with {tree / 'src'} (exit status {code})")
@@ -63,14 +64,14 @@ def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
 
 
 def kept_name(commit: str, ranks: int, only: str) -> Path:
-    """File name of a commit's digests, which depend on the rows, on torch and on the machine."""
+    """The path of a commit's kept digests. Its name depends on the rows, on torch, on Python and on the machine."""
     sources = b"".join(path.read_bytes() for path in sorted(ROWS.glob("*.py")))
     parts = (sources, importlib.metadata.version("torch"), platform.python_version(), platform.node(), only)
     return KEPT / f"{commit[:12]}-{ranks}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}.json"
 
 
 def differences(here: Rows, base: Rows) -> Iterator[tuple[str, list[str]]]:
-    """Each row that differs, with a line for each tensor."""
+    """Yield each row that differs, with a line of text for each tensor that differs."""
     for row in dict.fromkeys([*here, *base]):
         mine, theirs = here.get(row, {}), base.get(row, {})
         lines = []

@@ -1,15 +1,15 @@
-"""Measure the size and shape of the code and of one optimizer step, beside the bars set for them; writes no file.
+"""Measure the size and structure of the code and of one optimizer step, and print each value beside its target.
 
     make house                                       # all rows, a minute or two
-    python scripts/house.py --only 4 5 --list        # some rows; where exceptions are caught
+    python scripts/house.py --only 4 5 --list        # only some rows; list where exceptions are caught
 
-A row is measured when it is asked for, and one that fails hides no other. Counts depend on the code and on torch alone;
-the times of rows 8 and 9 are ratios within one machine.
+The script writes no files. It measures only the requested rows, and a row that fails does not stop the others. Counts
+depend only on the code and on torch; the times in rows 8 and 9 are ratios of times on the same machine.
 
 [Note: calls]
-    A call is a frame of a function of src/shardmuon that begins; a generator that goes on is the same frame. C calls
-    are those that such frames make. Row 1 leaves out frames of comprehensions and generator expressions, row 2 counts
-    them (Python 3.12 makes fewer than 3.11); their C calls count in both.
+    A call is the start of a frame of a function in src/shardmuon; a generator that resumes does not start a new frame.
+    C calls are the calls to C functions that such frames make. Row 1 leaves out the frames of comprehensions and
+    generator expressions, and row 2 counts them (Python 3.12 makes fewer than 3.11). Both count the C calls made there.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "shardmuon"
 
 Function = tuple[str, int, str]  # file, first line, name
-Graph = Mapping[str, Collection[str]]  # module -> the modules that it imports
+Graph = Mapping[str, Collection[str]]  # module -> the modules it imports
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
-# Question words, prepositions and pronouns, with which no docstring opens.
+# Question words, prepositions and pronouns: no docstring should open with one.
 BAD_OPENING = re.compile(
     r"\W*(how|what|when|where|whether|which|who|whose|why|about|after|against|among|around|as|at|because|before|between|by"
     r"|during|for|from|if|in|into|like|of|on|out|over|since|than|through|to|under|until|upon|with|within|without|he|her|his"
     r"|i|it|its|she|that|their|them|they|this|these|those|we|you|your)\b",
     re.IGNORECASE,
 )
-# Of row 4: parts that no training step needs, under the names that they have or are to have.
+# Parts that no training step needs, which row 4 leaves out. Some of these names are only planned.
 APART = ("price/", "foresight/", "auditing/", "testing/", "commands/")
 
 
 def sources(folder: Path = PACKAGE) -> dict[str, ast.Module]:
-    """Relative path -> syntax tree of each file."""
+    """The syntax trees of all Python files in a folder, by relative path."""
     paths = sorted(folder.rglob("*.py"))
     return {path.relative_to(folder).as_posix(): ast.parse(path.read_text()) for path in paths}
 
@@ -63,19 +63,19 @@ def sources(folder: Path = PACKAGE) -> dict[str, ast.Module]:
 
 
 class Calls(NamedTuple):
-    """Calls of each function of a folder, and the C calls that their frames made."""
+    """The number of calls of each function in a folder, and the number of C calls that their frames made."""
 
     of_function: Counter[Function]
     num_c: int
 
     def __str__(self) -> str:
-        """calls / functions / files"""
+        """Format the counts as "calls / functions / files"."""
         files = {file for file, _, _ in self.of_function}
         return f"{self.of_function.total()} / {len(self.of_function)} / {len(files)}"
 
 
 def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bool = False) -> Calls:
-    """Count calls, see [Note: calls]."""
+    """Run a function and count the calls it makes; see [Note: calls]."""
     found: Counter[Function] = Counter()
     generators: set[FrameType] = set()
     num_c = 0
@@ -92,7 +92,7 @@ def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bo
                 generators.add(frame)
 
     gc.collect()
-    gc.disable()  # finalizers of other objects are not this call's
+    gc.disable()  # finalizers of unrelated objects must not count
     sys.setprofile(note)
     try:
         call()
@@ -104,7 +104,7 @@ def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bo
 
 @functools.cache
 def plain_step() -> Calls:
-    """A warm step of one matrix and one vector in one process."""
+    """Count the calls of a warm step of one matrix and one vector in one process."""
     from torch import nn
 
     step = muon_step([nn.Parameter(filled(8, 16))], [nn.Parameter(filled(16))])
@@ -113,7 +113,7 @@ def plain_step() -> Calls:
 
 @functools.cache
 def sharded_step() -> Calls:
-    """A warm step of two FSDP2 matrices on two ranks, of which the busier one counts."""
+    """Count the calls of a warm step of two FSDP2 matrices on two ranks; return those of the busier rank."""
     from shardmuon.testing import RankPool
 
     with RankPool(2) as pool:
@@ -138,7 +138,7 @@ def warm(step: Callable[[], object], comprehensions: bool) -> Calls:
 
 
 def muon_step(matrices: list[Any], vectors: list[Any]) -> Callable[[], object]:
-    """A step of `Muon` with fp32 products, gradients in place."""
+    """Build a `Muon` with fp32 products, set gradients, and return its `step`."""
     import torch
 
     from shardmuon import Muon
@@ -159,7 +159,7 @@ def filled(*shape: int) -> Any:
 
 
 def lengths(functions: Iterable[Function], trees: Mapping[str, ast.Module]) -> list[int]:
-    """Lines of functions without their docstrings, ascending; lambdas and comprehensions are lines of others."""
+    """The line counts of functions without docstrings, sorted. Lambdas and comprehensions belong to their function."""
     known = {}
     for file, tree in trees.items():
         for node in ast.walk(tree):
@@ -170,13 +170,13 @@ def lengths(functions: Iterable[Function], trees: Mapping[str, ast.Module]) -> l
 
 
 def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from `def` to the end, without the docstring."""
+    """The number of lines of a function from `def` to its end, without the docstring."""
     text = ast.get_docstring(node, clean=False)
     return int(node.end_lineno or 0) - node.lineno + 1 - (0 if text is None else len(text.splitlines()))
 
 
 def statements(tree: ast.AST) -> int:
-    """Statements but for docstrings and imports."""
+    """The number of statements, without docstrings and imports."""
     docstrings = {
         node.body[0]
         for node in ast.walk(tree)
@@ -187,13 +187,13 @@ def statements(tree: ast.AST) -> int:
 
 
 def docstrings(tree: ast.AST) -> list[str]:
-    """Docstrings of a module, its classes and its functions."""
+    """All docstrings of a module, its classes and its functions."""
     nodes = (node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)))
     return [text for node in nodes if (text := ast.get_docstring(node))]
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:
-    """Names without an underscore that a module defines at its top."""
+    """Yield the names without a leading underscore that a module defines at its top level."""
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         bound = [
@@ -212,7 +212,7 @@ def classes(tree: ast.Module) -> set[str]:
 
 
 def catches(tree: ast.AST) -> Iterator[int]:
-    """Lines that catch an exception and do not raise: handlers, `suppress(..)`, and `__exit__` that may return true."""
+    """Yield lines that may swallow exceptions: `except` without a raise, `suppress`, an `__exit__` that can be true."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             found = not any(isinstance(inner, ast.Raise) for inner in own_nodes(node))
@@ -225,7 +225,7 @@ def catches(tree: ast.AST) -> Iterator[int]:
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below it, but not those of functions within."""
+    """Yield all nodes below a node, but none from inside nested functions."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, (ast.Lambda, *FUNCTIONS)):
@@ -241,7 +241,7 @@ def may_be_true(function: ast.AST) -> bool:
 
 
 def import_graph(trees: Mapping[str, ast.Module], package: str = "shardmuon") -> Graph:
-    """Return who imports whom, under TYPE_CHECKING, inside functions and by `import_module("name")` as well."""
+    """Map each module to those it imports, also under TYPE_CHECKING, in functions and by `import_module("name")`."""
     names = {file: ".".join([package, *Path(file).with_suffix("").parts]) for file in trees}
     names = {file: name.removesuffix(".__init__") for file, name in names.items()}
     modules = set(names.values())
@@ -255,7 +255,7 @@ def import_graph(trees: Mapping[str, ast.Module], package: str = "shardmuon") ->
 
 
 def imported(node: ast.AST, parent: str) -> Iterator[str]:
-    """Full names that a statement or a call imports, each of a module or of an object that a module defines."""
+    """Yield the full names that a statement or call imports: those of modules, or of objects that modules define."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -266,21 +266,21 @@ def imported(node: ast.AST, parent: str) -> Iterator[str]:
 
 
 def nearest(name: str, modules: Collection[str]) -> str:
-    """The module that a name is, or is of; "" for one of another package."""
+    """The module that a full name denotes or belongs to, or "" if it is in another package."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Modules that import each other, directly or over others: strongly connected components of more than one."""
+    """Import cycles: the strongly connected components of the import graph that have more than one module."""
     below = {module: reached(module, graph) for module in graph}
     found = {frozenset(other for other in below[module] if module in below[other]) for module in graph}
     return sorted(sorted(component) for component in found if len(component) > 1)
 
 
 def reached(module: str, graph: Graph) -> set[str]:
-    """All that a module imports, directly or over others; itself only if it is in a circle."""
+    """All modules that a module imports, directly or indirectly. It is itself among them only if it is in a cycle."""
     found: set[str] = set()
     ahead = list(graph[module])
     while ahead:
@@ -292,7 +292,7 @@ def reached(module: str, graph: Graph) -> set[str]:
 
 
 def climbing(graph: Graph, layers: Sequence[str]) -> list[str]:
-    """Modules that import from a layer above or beside theirs. The package's own module has none."""
+    """Modules that import from a layer above or beside their own. The package's top module has no layer."""
     level = {name.strip(): at for at, line in enumerate(layers) for name in line.split("|")}
 
     def layer(module: str) -> str:
@@ -306,7 +306,7 @@ def climbing(graph: Graph, layers: Sequence[str]) -> list[str]:
 
 
 def layers_of_contract() -> list[str]:
-    """Layers of import-linter's contract, the highest first."""
+    """The layers of the import-linter contract, from the highest to the lowest."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -320,9 +320,10 @@ def layers_of_contract() -> list[str]:
 
 
 def host_time(num_matrices: int, num_vectors: int) -> float:
-    """Processor time of a step over that of torch.optim.Muon and AdamW, median of five runs.
+    """The ratio of a step's processor time to that of torch.optim.Muon plus AdamW: the median of five runs.
 
-    Tensors are so small that arithmetic takes no time; so it does not matter that torch's Muon has bf16 products.
+    The tensors are so small that arithmetic takes hardly any time, so it does not matter that torch's Muon multiplies
+    in bf16.
     """
     import torch
     from overhead import parameters, time_in_turn
@@ -338,7 +339,7 @@ def host_time(num_matrices: int, num_vectors: int) -> float:
         theirs = torch.optim.Muon(parameters(num_matrices), lr=0.01), torch.optim.AdamW(vectors(), lr=0.01)
         ours = muon_step(parameters(num_matrices), vectors())
         calls = {"ours": ours, "torch's": lambda: [one.step() for one in theirs]}
-        times = time_in_turn(calls, rounds=20, clock=time.process_time)  # others may use the machine
+        times = time_in_turn(calls, rounds=20, clock=time.process_time)  # not affected by other programs
         return statistics.median(a / b for a, b in zip(*times.values(), strict=True))
 
     torch.set_num_threads(1)
@@ -346,17 +347,17 @@ def host_time(num_matrices: int, num_vectors: int) -> float:
 
 
 def vote_time() -> str:
-    """A vote over an all-reduce on eight ranks."""
+    """The time of a vote divided by that of an all-reduce, on eight ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "benchmarks/vote_time.py"]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
     if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which may not resolve
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host name, which may fail
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as run:
         try:
             out, _ = run.communicate(timeout=100)
         except BaseException:
-            run.terminate()  # torchrun ends its ranks
+            run.terminate()  # torchrun then ends its ranks
             raise
     found = re.search(r"median of ratios ([\d.]+)", out)
     if run.returncode or found is None:
@@ -365,7 +366,7 @@ def vote_time() -> str:
 
 
 def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -> float:
-    """Bytes that a rank sends in a step, largest over mean, of `num` matrices placed in these ways by turns."""
+    """The largest over the mean number of bytes that a rank sends in a step. Matrices take the placements in turn."""
     from simulated import spec
 
     from shardmuon.layout.mesh import OnMesh
@@ -383,7 +384,7 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
 
 
 def bytes_sent(plan: Any, bucket: Any, rank: int) -> int:
-    """Bytes of one rank for one bucket: tiles to owners, results back, and results to other replicas."""
+    """The bytes one rank sends for one bucket: tiles to owners, results back, and results to other replicas."""
     from shardmuon.plan.program import Program
 
     program = Program.of(plan, bucket, rank)
@@ -411,7 +412,7 @@ def row_statements() -> str:
 
 
 def places() -> list[str]:
-    """ "file:line" of all that catches and does not raise."""
+    """All places that swallow exceptions, as "file:line"."""
     return [f"src/shardmuon/{file}:{line}" for file, tree in sources().items() for line in sorted(catches(tree))]
 
 
@@ -439,7 +440,7 @@ def row_bytes() -> str:
     from shardmuon.layout.mesh import Shard
 
     hsdp = [(None, Shard(0))]
-    by_columns, by_rows = (None, Shard(0, 2), Shard(0)), (None, Shard(0), Shard(1))  # of tensor-parallel layers
+    by_columns, by_rows = (None, Shard(0, 2), Shard(0)), (None, Shard(0), Shard(1))  # for tensor-parallel layers
     jobs: dict[str, tuple[tuple[int, ...], list[Any]]] = {
         "2x4": ((2, 4), hsdp),
         "4x2": ((4, 2), hsdp),
@@ -450,7 +451,7 @@ def row_bytes() -> str:
 
 
 def satellites() -> list[ast.Module]:
-    """Syntax trees of the package and of what stands on it."""
+    """The syntax trees of the package and of its satellite packages."""
     return list(sources(ROOT / "src").values())
 
 
@@ -470,10 +471,10 @@ def row_docstrings() -> str:
 
 
 def row_import() -> str:
-    """Processor time of the import after torch's, median of five processes that find its bytecode."""
+    """The processor time of `import shardmuon` after `import torch`: the median of five processes."""
     code = "import time, torch; began = time.process_time(); import shardmuon; print(time.process_time() - began)"
     with tempfile.TemporaryDirectory() as cache:
-        written = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}  # the first process compiles
+        written = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}  # the first process writes the bytecode
         environment = {**os.environ, **written, "PYTHONPATH": str(ROOT / "src")}
         command = [sys.executable, "-c", code]
         runs = [subprocess.run(command, env=environment, capture_output=True, check=True) for _ in range(5)]
@@ -481,7 +482,7 @@ def row_import() -> str:
 
 
 class Row(NamedTuple):
-    """One row of the table; `measure` gives its second column."""
+    """One row of the table: its name, its target, and a function that measures its value."""
 
     name: str
     bar: str
@@ -507,7 +508,7 @@ ROWS = {
 
 
 def measure(numbers: Iterable[int]) -> tuple[list[tuple[str, str, str]], list[int]]:
-    """Lines of the table, and the rows that failed."""
+    """Measure the given rows; return the lines of the table and the numbers of the rows that failed."""
     lines, failed = [("row", "measured", "bar")], []
     for number in numbers:
         row = ROWS[number]

@@ -1,14 +1,14 @@
-"""Plant faults in the core one at a time and see which of them the tests find.
+"""Plant faults in the core, one at a time, and see which of them the tests find.
 
-    python scripts/mutants.py [--number 60] [--seed 0] [--only 3 17]     # goes on where it stopped
-    python scripts/mutants.py --list                                    # what is drawn, without a run
-    python scripts/mutants.py --equivalent 17 "reason"                  # a survivor that changes nothing
+    python scripts/mutants.py [--number 60] [--seed 0] [--only 3 17]     # resumes where it stopped
+    python scripts/mutants.py --list                                    # lists the mutants without running tests
+    python scripts/mutants.py --equivalent 17 "reason"                  # marks a survivor that changes no behaviour
 
-A mutant is one change of the syntax tree of a file in one of the core's folders (`FOLDERS`). It is made in a copy of
-the tree, and the tests that can see it run there until one fails: those of `FIRST`, those that name what is mutated or
-what its module defines, those of its folder. A test that fails is run once without the mutant: if it fails there too,
-it is left out from then on. A hang is a failure, by the time-outs of tests and pools; what is not through with all
-tests in time is "unfinished" and counts as nothing.
+A mutant is one change to the syntax tree of a file in one of the core's folders (`FOLDERS`). It is made in a copy of
+the project, and the tests that may detect it run there until one fails. These are the tests in `FIRST`, those that
+mention the mutated code or a name that its module defines, and those of its folder. A test that fails is run once
+without the mutant; if it fails there too, it is left out from then on. A hang counts as a failure, because tests and
+pools have time-outs. A mutant whose tests do not all end in time is "unfinished" and is not counted.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ CORE = ROOT / "src" / "shardmuon"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
 FIRST = ("step/test_steps", "golden/test_golden")
-# files and folders that are not run: minutes each or environments of their own, and what they see others see too
+# tests that are not run: they take minutes or need special environments, and other tests detect the same faults
 SLOW = ("test_gpu", "frameworks/test_demo", "site", "stack", "zoo")
-ANYWHERE = ("step/test_equality", "step/test_all_or_nothing")  # beside the tests of its own folder
-MOST_NAMING = 5  # test files that are run because they name something
-TIMEOUT = 1800  # seconds for all tests of one mutant
+ANYWHERE = ("step/test_equality", "step/test_all_or_nothing")  # run for every mutant, besides the tests of its folder
+MOST_NAMING = 5  # at most this many test files run because they mention the code
+TIMEOUT = 1800  # seconds for all tests of a mutant
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -65,13 +65,13 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass
 class Mutant:
-    """One change.
+    """One change to the source code.
 
     Attributes:
-        number: In the draw.
-        file, line, kind: Where, and what kind of change.
-        before, after: The text that is replaced, and what stands in its place.
-        span: Its first and last place in the file, in characters.
+        number: The position of the mutant in the draw.
+        file, line, kind: The place and the kind of the change.
+        before, after: The text that is replaced, and its replacement.
+        span: The start and the end of the replaced text in the file, in bytes.
     """
 
     number: int
@@ -83,11 +83,11 @@ class Mutant:
     span: tuple[int, int]
 
 
-Change = tuple[str, ast.AST]  # kind, and the node in the place of another
+Change = tuple[str, ast.AST]  # kind of change, and the node that replaces another
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """Changes that a node may take."""
+    """Yield all changes that can be made to a node."""
     if isinstance(node, ast.Compare):
         yield "comparison", _with(node, lambda new: new.ops.__setitem__(0, COMPARISONS[type(new.ops[0])]()))
     elif isinstance(node, ast.BoolOp):
@@ -129,7 +129,7 @@ def _is_none(node: ast.AST) -> bool:
 
 
 def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
-    """The nodes of function bodies that run: no docstrings, annotations, defaults of dataclasses or texts."""
+    """Yield the nodes of function bodies that run: no docstrings, annotations, dataclass defaults or message texts."""
     for child in ast.iter_child_nodes(tree):
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
         text = isinstance(child, ast.Expr) and isinstance(child.value, (ast.Constant, ast.Yield, ast.YieldFrom))
@@ -142,7 +142,7 @@ def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
                 yield child.value
                 yield from nodes(child.value, True)
             continue
-        if isinstance(child, ast.Raise):  # of a raise only the whole; its text is no behaviour that tests hold to
+        if isinstance(child, ast.Raise):  # a raise changes only as a whole; tests need not check its text
             continue
         if is_function:
             for statement in child.body:  # type: ignore[attr-defined]
@@ -152,7 +152,7 @@ def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
 
 
 def sites(path: Path) -> Iterator[Mutant]:
-    """All mutants of a file, without numbers."""
+    """Yield all mutants of a file, not yet numbered."""
     source = path.read_text()
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
@@ -170,7 +170,7 @@ def sites(path: Path) -> Iterator[Mutant]:
 
 
 def is_change(mutant: Mutant) -> bool:
-    """True if the text can be parsed and is not the same in other words."""
+    """True if the mutated file can be parsed and its syntax tree differs from the original."""
     data = (ROOT / mutant.file).read_bytes()
     try:
         mutated = ast.parse(data[: mutant.span[0]] + mutant.after.encode() + data[mutant.span[1] :])
@@ -180,7 +180,7 @@ def is_change(mutant: Mutant) -> bool:
 
 
 def draw(number: int, seed: int) -> list[Mutant]:
-    """Draw so many mutants, each kind of change with equal chances as long as it has any."""
+    """Draw this number of mutants. Each kind of change is equally likely while any of its mutants are left."""
     chance = random.Random(seed)
     files = [path for folder in FOLDERS for path in sorted((CORE / folder).rglob("*.py"))]
     by_kind: dict[str, list[Mutant]] = {}
@@ -198,7 +198,7 @@ def draw(number: int, seed: int) -> list[Mutant]:
 
 
 def tests_for(mutant: Mutant) -> list[str]:
-    """Test files that can see a change, the likeliest first."""
+    """The test files that may detect a mutant, from the most likely to the least."""
     place = (ROOT / mutant.file).relative_to(CORE).with_suffix("").parts
     folder, module = place[0], ".".join(["shardmuon", *place])
     tree = ast.parse((ROOT / mutant.file).read_text())
@@ -206,7 +206,7 @@ def tests_for(mutant: Mutant) -> list[str]:
     defined = {node.name for node in functions}
     around = {node.name for node in functions if node.lineno <= mutant.line <= (node.end_lineno or 0)}
     words = re.findall(r"[A-Za-z_]{6,}", mutant.before)
-    changed = {*(word for word in words if "_" in word or word != word.lower()), *around}  # others stand anywhere
+    changed = {*(word for word in words if "_" in word or word != word.lower()), *around}  # other words may be anywhere
 
     def count(words: set[str], text: str) -> int:
         known = [re.escape(word) for word in words if len(word) > 5 and not word.startswith("_")]
@@ -219,13 +219,13 @@ def tests_for(mutant: Mutant) -> list[str]:
     naming = sorted((name for name, score in scores.items() if any(score)), key=lambda name: scores[name], reverse=True)
     own = [name for name in files if name.startswith(f"{folder}/") and name not in naming]
     chosen = [*FIRST, *naming[:MOST_NAMING], *own, *ANYWHERE]
-    if gone := [name for name in chosen if name not in files]:  # pytest would fail, and the mutant seem killed
+    if gone := [name for name in chosen if name not in files]:  # pytest would fail, as if the mutant were killed
         raise SystemExit(f"mutants.py names tests that are not there: {', '.join(gone)}")
     return list(dict.fromkeys(chosen))
 
 
 def run_tests(tree: Path, tests: list[str], timeout: float) -> tuple[int, str]:
-    """Exit status (124: time-out) and the first test that failed."""
+    """Run tests; return the exit status (124 for a time-out) and the first test that failed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
@@ -247,7 +247,7 @@ def run_tests(tree: Path, tests: list[str], timeout: float) -> tuple[int, str]:
 
 
 def judge(mutant: Mutant, fine: set[str], broken: list[str]) -> dict[str, Any]:
-    """Run the tests on a mutant. `fine`, `broken`: tests that pass and fail without one; added to."""
+    """Run the tests on a mutant. Tests that pass without it are added to `fine`, and those that fail, to `broken`."""
     started = time.monotonic()
     tests = [f"tests/{name}.py" for name in tests_for(mutant)]
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -277,14 +277,14 @@ def judge(mutant: Mutant, fine: set[str], broken: list[str]) -> dict[str, Any]:
 
 
 def key_of(mutant: dict[str, Any]) -> tuple[object, ...]:
-    """The same change of the same source."""
+    """The fields that identify a mutant: they are equal for the same change to the same source."""
     return tuple(
         mutant[key] if key != "span" else tuple(mutant[key]) for key in ("file", "kind", "before", "after", "span")
     )
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """The rates."""
+    """The numbers of mutants that were killed, counted and marked as equivalent, as text."""
     equivalent = [row for row in rows if row.get("equivalent")]
     killed = [row for row in rows if row["outcome"] == "killed"]
     count = sum(row["outcome"] != "unfinished" for row in rows) - len(equivalent)

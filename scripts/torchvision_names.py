@@ -1,8 +1,9 @@
-"""Makes torchvision importable beside a CPU torch; scripts/stack.sh puts it into .venv-stack if that is needed.
+"""Make torchvision importable with a CPU build of torch. If needed, scripts/stack.sh puts this file into .venv-stack.
 
-PyPI's torchvision is built for PyPI's CUDA torch: beside another its operators are missing, and its Python code stops
-at registering shapes for them. Nothing here calls them, so their names are enough. They are made when somebody looks
-for torchvision, not before: every start of Python runs this, and most do not need torch.
+The torchvision on PyPI is built for PyPI's CUDA build of torch. With another build its operators are missing, and its
+import fails when it registers shapes for them. Nothing here calls these operators, so it is enough to define their
+names. This is done only when torchvision is imported, because every start of Python runs this file, and most of them do
+not need torch.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ class _Names:
         import torch
 
         for operator in ("nms", "qnms"):
-            with contextlib.suppress(RuntimeError):  # it is there
+            with contextlib.suppress(RuntimeError):  # the operator already exists
                 torch.library.define(
                     f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                 )
