@@ -67,7 +67,7 @@ from shardmuon._torch import foreach_copy_, foreach_norm, power_of_two
 
 class Norms:
     """Norms of the matrices of a batch, computed in at least fp32, and optionally the mean squares of their lines.
-    Lines are the rows of a matrix with rows >= cols, else its columns. Each matrix is read only once.
+    The lines of a matrix are its rows if rows >= cols, and its columns otherwise. Each matrix is read only once.
 
     The bits of a matrix's norms do not depend on the rest of the batch, because each matrix is summed separately. Sums
     read aligned memory (`_aligned`), because kernels sum in a different order if memory is not aligned. All other
@@ -343,7 +343,7 @@ class NorMuon(AfterStage):
         O'  =  O / sqrt(max(v, 1e-10))
         O'' =  O' ||O||_F / ||O'||_F
 
-    Source: Li et al. 2025, https://arxiv.org/abs/2510.05491, in the form of nanochat (nanochat/optim.py,
+    Source: Li et al. 2025, https://arxiv.org/abs/2510.05491, in the form used by nanochat (nanochat/optim.py,
     `muon_step_fused`), which takes means over the shorter dim. Means over the longer dim would have little effect,
     because orthogonalization already gives equal norms to the columns of a tall matrix and to the rows of a wide
     matrix. dion (dion/normuon.py) uses a different form: it always takes the mean of each row, divides by

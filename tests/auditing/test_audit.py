@@ -261,7 +261,7 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 
 
 def _moved(held: Held, experts: int) -> Held:
-    """Move the location of a piece in its rank's storage by a number of experts."""
+    """Shift the location of a piece in its rank's storage by the size of the given number of experts."""
     return held._replace(local=(held.local[0] + experts, *held.local[1:]))
 
 

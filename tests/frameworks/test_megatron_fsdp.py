@@ -334,7 +334,7 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
 
 
 def _refused() -> list[str]:
-    """Plant each fault of FAULTS in turn. The step must raise an error and must change neither weights nor state.
+    """Plant each fault in FAULTS in turn. The step must raise an error and must change neither weights nor state.
     Return the error messages."""
     with _megatron():
         job, said = Job("optim_grads_params"), []

@@ -33,17 +33,18 @@ is an operation that a Muon variant (such as NorMuon) adds to the step.
     The Newton-Schulz iteration amplifies rounding errors along singular vectors whose singular values are nearly zero.
     Along such vectors, results can differ completely, and along other vectors hardly at all. So a difference is
     measured separately along each left singular vector of the reference. Along each vector, the rounding error is
-    estimated as the root mean square of the differences that perturbations cause, but at least as one spacing of the
-    result. The length of the measured difference is divided by this error, and only the largest of these ratios counts.
-    To make it a relative difference, it is divided by the largest such ratio of the result itself.
+    estimated as the root mean square of the differences that perturbations cause, or as one spacing of the result if
+    that is larger. The length of the measured difference is divided by this error, and only the largest of these ratios
+    counts. To obtain a relative difference, this ratio is divided by the largest ratio of the result itself, that is,
+    of its length along a vector to the error along this vector.
 
 [Note: naming a fault]
     The audit simulates known faults. A simulated fault, called a guess, consists of the fault's name, a description,
-    and the (rows, cols) fp64 weights after a step with this fault. The guess is compared with the wrong update. It is
-    accepted if the difference between its update and the wrong update is small, compared both with the wrong update and
-    with the wrong update's difference from the dense reference. All sizes are measured along singular vectors, as in
-    [Note: the shake]. The fault gets the name of the first guess that matches almost exactly. If there is none, it gets
-    the name of the accepted guess that matches best.
+    and the (rows, cols) fp64 weights after a step with this fault. The guess is compared with the update in which the
+    audit found a fault (the wrong update). It is accepted if the difference between its update and the wrong update is
+    small, compared both with the wrong update and with the wrong update's difference from the dense reference. All
+    sizes are measured along singular vectors, as in [Note: the shake]. The fault gets the name of the first guess that
+    matches almost exactly. If there is none, it gets the name of the accepted guess that matches best.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _Run = tuple[Tensor, Callable[[Tensor], _T]]
 _MATRICES = ("weights", "momentum", "gradient")
 _NORM = "norm"  # key of the weight norm in dicts that are otherwise keyed by the stages of a Muon variant
 _FIRST, _ALL = 2, 16  # numbers of runs on perturbed input: 2 at first, and 16 in total before a fault is reported
-# ratio of the difference allowed between two results to the largest difference that perturbed inputs cause
+# allowed difference between two results, as a multiple of the largest difference caused by perturbed inputs
 _TIMES = 3.0
 # Largest relative difference that can be allowed between an update and the reference. With a higher limit, a correct
 # update could not be distinguished from a wrong one.

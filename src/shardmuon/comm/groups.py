@@ -175,7 +175,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
         return kept
     group = next((one for one in (world, hint) if one is not None and group_ranks(one) == ranks), None)
     if group is None:
-        number += 1  # `number` is equal on all ranks of the group, because all of them take part in creating each group
+        number += 1  # equal on all ranks of the group: it counts groups of these ranks, which all of them create
         group = new_group_among(ranks, number, hint)
     made.groups[ranks] = number, weakref.ref(group)
     return group

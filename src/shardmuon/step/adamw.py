@@ -35,8 +35,8 @@ from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # largest size in bytes of the vectors in torch's fused AdamW kernel for CPUs (AVX512; torch 2.11 to 2.13)
 # Threshold for tensors whose size is not a multiple of the CPU kernel's vector size. A tensor with fewer elements than
-# the threshold is copied to a padded buffer as a whole. Of a larger tensor, only the elements at the end that do not
-# fill a vector are copied.
+# the threshold is copied to a padded buffer as a whole. For a larger tensor, only the last elements, which do not fill
+# a vector, are copied.
 _SMALL = 1 << 14
 
 
