@@ -191,18 +191,24 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
     assert not _heard(Muon(vector, lr=0.02).step), "gradients of vectors alone are gradients"
 
 
-def _before_fully_shard() -> tuple[list[str], list[str]]:
+def _before_fully_shard() -> tuple[list[str], list[str], list[str]]:
     """Create an optimizer before `fully_shard()`, which replaces the parameters. Return the warnings that this rank
-    gets in the first and in the second step."""
+    gets in the first and in the second step, and those in a step without gradients of a weight that has a single row,
+    which only rank 0 stores."""
     optimizer = Muon(model := _model(), lr=0.02)
     fully_shard(model)
     _backward(model, dist.get_rank())
-    return _heard(optimizer.step), _heard(optimizer.step)
+    return (
+        _heard(optimizer.step),
+        _heard(optimizer.step),
+        _heard(Muon(fully_shard(nn.Linear(5, 1, bias=False)).parameters(), lr=0.02).step),
+    )
 
 
 def test_ranks_whose_parameters_were_replaced_are_told_in_each_step(world2: RankPool) -> None:
-    for first, second in world2.run(_before_fully_shard):
+    for rank, (first, second, of_row) in enumerate(world2.run(_before_fully_shard)):
         assert len(first) == 1 and "make the optimizer after fully_shard()" in first[0] and second == first
+        assert of_row == (first if rank == 0 else []), "a rank that stores nothing cannot tell"
 
 
 # ------------------------------------------------------------------------------- torch's ZeroRedundancyOptimizer

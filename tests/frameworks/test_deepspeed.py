@@ -508,8 +508,8 @@ def _short_momentum(job: Job) -> AbstractContextManager[object]:
 
 def _planted_in(method: str) -> tuple[str, Callable[[Job], AbstractContextManager[object]]]:
     """Plant an exception in a method of the description of a flat buffer."""
-    words = f"planted in {method}"
-    return words, lambda job: mock.patch.object(zero._Flat, method, side_effect=RuntimeError(words))
+    error = RuntimeError(f"planted in {method}")
+    return str(error), lambda job: mock.patch.object(zero._Flat, method, side_effect=error)
 
 
 OF_ONE_RANK = [

@@ -13,14 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardmuon import Muon
-from shardmuon._torch import strided_shard
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.mesh import same_storage
 from shardmuon.testing.layouts import mesh_of, parameters
 from shardmuon.testing.pool import RankPool
-
-StridedShard = strided_shard()
 
 Case = tuple[tuple[int, int], tuple[int, ...], int]
 

@@ -128,6 +128,7 @@ class _Known:
         aspects = sorted(self.rows)
         along, outside = zip(*(self._along(self.rows[one], size) for one in aspects), strict=True)
         value = np.array([_between(aspect, aspects, values) for values in zip(*along, strict=True)])
+        value.flags.writeable = False  # all callers share the cached array
         return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:

@@ -19,7 +19,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from operator import add, sub
 from typing import NamedTuple
 
 import numpy as np
@@ -189,7 +188,7 @@ def _tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
 def _common(a: _Span, b: _Span) -> _Span:
     """Intersect two boxes. If the intersection is empty, at least one returned size is 0 or negative."""
     start = tuple(map(max, a[0], b[0]))
-    return start, tuple(map(sub, map(min, map(add, *a), map(add, *b)), start))
+    return start, tuple(min(i + n, j + k) - low for i, n, j, k, low in zip(a[0], a[1], b[0], b[1], start, strict=True))
 
 
 def _spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:

@@ -157,8 +157,8 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
                 continue
             work[at[0]] -= item.cost
             at = mates
-        at = at[work[at] == work[at].min()] if len(at) > 1 else at
-        owner = int(at[moved[of_rank[at]].argmin() if len(at) > 1 else 0])
+        at = at[work[at] == work[at].min()]
+        owner = int(at[moved[of_rank[at]].argmin()])
         work[owner] += item.cost
         moved[of_rank[owner]] += item.numel
         found[item.key] = ranks[owner]

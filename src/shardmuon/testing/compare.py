@@ -121,9 +121,15 @@ def _compare(
         full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
         key = repr((steps_of.__name__, kind, device, cases, dtype, steps, options))
         if key not in _REMEMBERED:
-            made = [list(steps_of(cases, options, full, grads)) if device != "cpu" or dist.get_rank() == 0 else []]
-            if device == "cpu":
-                dist.broadcast_object_list(made)
+            made: list[list[_State]] = [[]]
+            try:
+                if device != "cpu" or dist.get_rank() == 0:
+                    made = [list(steps_of(cases, options, full, grads))]
+            finally:  # if rank 0 fails, the other ranks must not wait for its results
+                if device == "cpu":
+                    dist.broadcast_object_list(made)
+            if not made[0]:
+                raise RuntimeError("rank 0 raised an error in the reference run")
             _REMEMBERED[key] = made[0]
         found = _beside(run, grads, _REMEMBERED[key], sum(len(case.view.matrices) for case in cases.values()))
         if about:
