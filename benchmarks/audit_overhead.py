@@ -1,8 +1,8 @@
-"""Cost of an audited step beside a plain one, in CPU time, on a model of medium size.
+"""Time of an audited optimizer step compared with a plain step, on a medium-sized model.
 
 Each round times one plain and one audited step of the same optimizer, so that other load on the machine affects both
-alike. The overhead is the median of the round-by-round differences, divided by the median plain step. A process's CPU
-time covers its own work and not that of other processes; on a CPU, every rank computes its part of an audit itself.
+alike. For an audit every N steps, the overhead is the median of the per-round differences, divided by N times the
+median time of a plain step. CPU time is less noisy than wall time, because it excludes the work of other processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardmuon.testing.pool import RankPool
 
 
 def measure(layout: str, d: int, layers: int, samples: int, rounds: int) -> dict[str, Any]:
-    """Time plain and audited steps on one rank: CPU and wall seconds of each, and the number of findings."""
+    """Time plain and audited steps on this rank; return CPU and wall seconds of each, and the number of findings."""
     case = LAYOUTS[layout]
     mesh = case.mesh(dist.get_world_size())
     shapes = [shape for _ in range(layers) for shape in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))]
@@ -49,7 +49,7 @@ def measure(layout: str, d: int, layers: int, samples: int, rounds: int) -> dict
         check = audit(optimizer, samples)
         audited = timed()
         found["findings"] += len(check.report.findings)
-        if number:  # the first round also imports modules and opens connections
+        if number:  # the first round is not counted, because it also imports modules and opens connections
             found["plain"].append(plain)
             found["audited"].append(audited)
     return found

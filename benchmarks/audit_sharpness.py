@@ -1,11 +1,11 @@
-"""Accuracy of the audit: its findings in healthy random steps, and the planted faults that it names, by dtype and size.
+"""Accuracy of the audit: findings in correct ("healthy") steps, and planted faults that it names, by dtype and size.
 
-Everything about a healthy step is drawn at random: the shapes and the number of matrices of each, the spectrum and
-scale of the gradients, the momentum options, weight decay, method, schedule and dtype of the weights. Half of the steps
-use a variant. Matrices of the same shape run as one batch in the live step and one by one in the audit. The planted
-faults are those of tests/planted.py.
+A healthy step is random in all respects: the number and shapes of the matrices, the spectrum and scale of the
+gradients, the momentum options, the weight decay, the method, the coefficient schedule and the dtype of the weights.
+Half of the steps use a Muon variant. Matrices of the same shape run as one batch in the step and one by one in the
+audit. The planted faults are defined in tests/planted.py.
 
-`--steps 1567 --rows` audits 4,701 healthy steps and plants no faults; it takes about five minutes on one core.
+`--steps 1567 --rows` audits 4,701 healthy steps and plants no faults. It takes about five minutes on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
 
 def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[list[str], dict[str, Any]]:
-    """Audit healthy random steps; return the table of findings for each dtype and the numbers behind it."""
+    """Audit healthy (correct) random steps; return a table of the findings for each dtype, and its data."""
     lines = ["| products | healthy steps | matrices | findings | rows `inconclusive` |", "|---|---|---|---|---|"]
     data: dict[str, Any] = {}
     for dtype in DTYPES:
@@ -43,7 +43,7 @@ def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[li
 
 
 def count_named(rows: list[int], device: str) -> tuple[list[str], dict[str, Any]]:
-    """Plant every fault at every size; return the table that shows which ones the audit names, and its data."""
+    """Plant every fault in matrices of every size; return a table of the faults that the audit names, and its data."""
     products = {name: PRODUCTS[name] for name in DTYPES}
     heads = [f"{name} {size}" for name in products for size in rows]
     data: dict[str, dict[str, str]] = {name: {} for name in FAULTS}

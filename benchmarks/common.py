@@ -1,4 +1,4 @@
-"""Helpers shared by the benchmarks: machine and commit, medians, and result files that record how they were made."""
+"""Helpers for the benchmarks: descriptions of the machine and the commit, summaries of times, and result files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def commit() -> str:
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
 
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # kind of device -> process-group backend of the ranks
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # device type -> process-group backend
 
 
 def together() -> None:

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/convnet_lr.py     # about five minutes on two idle cores
     OMP_NUM_THREADS=1 python benchmarks/convnet_lr.py --seeds 1
 
-Two small nets in plain torch, a ResNet (BatchNorm) and a ConvNeXt (depthwise convolutions, LayerNorm), learn the angle
-of noisy synthetic gratings, in ten classes; every batch is new. The learning rate warms up over a tenth of the steps
-and then falls linearly to zero. Each finished run is appended to results/convnet_lr_runs.jsonl, so an interrupted sweep
-can be resumed.
+Two small nets in plain torch, a ResNet (BatchNorm) and a ConvNeXt (depthwise convolutions, LayerNorm), classify noisy
+synthetic gratings by their angle, in ten classes. Every batch is new. The learning rate warms up over a tenth of the
+steps and then falls linearly to zero. Each finished run is appended to results/convnet_lr_runs.jsonl, so an interrupted
+sweep can be resumed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def convnext() -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: the code that a user writes, the learning rates to try, and (model, lr) -> optimizer."""
+    """An optimizer to compare: its code, the learning rates to try, and a function (model, lr) -> optimizer."""
 
     code: str
     rates: tuple[float, ...]
@@ -128,11 +128,11 @@ WAYS = (
 NETS: dict[str, Callable[[], nn.Module]] = {"ResNet": resnet, "ConvNeXt": convnext}
 
 
-Job = tuple[str, int, float, int, int]  # net, way, lr, steps, seed
+Job = tuple[str, int, float, int, int]  # net, index of the optimizer in WAYS, learning rate, number of steps, seed
 
 
 def run(job: Job) -> tuple[Job, float]:
-    """Train one net as the job says; return the job and the held-out loss in nats."""
+    """Train one net with the settings in `job`; return the job and the held-out loss in nats."""
     net, way, lr, steps, seed = job
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -174,7 +174,7 @@ def main() -> None:
         cells = []
         for steps in args.steps:
             losses = [found[job] for seed in range(args.seeds) if (job := (net, way, lr, steps, seed)) in found]
-            if len(losses) < args.seeds:  # possible with --kept, which runs nothing
+            if len(losses) < args.seeds:  # with --kept, only saved runs are available
                 cells.append("not run")
                 continue
             cells.append(f"{sum(losses) / len(losses):.3f} ({min(losses):.3f}..{max(losses):.3f})")

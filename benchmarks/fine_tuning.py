@@ -1,12 +1,12 @@
-"""The best learning rates for fine-tuning a pretrained model: all weights or only LoRA's, with AdamW or Muon.
+"""The best learning rates for fine-tuning a pretrained model, with AdamW or Muon, and with all weights or only LoRA.
 
     python benchmarks/fine_tuning.py                  # about twenty minutes on two cores
     python benchmarks/fine_tuning.py --seeds 1
 
 For each seed, a base model is first trained with AdamW, as base models usually are, on the source code of Python's
-standard library. It is then fine-tuned on the library's English documentation (`pydoc_data.topics`), which it has not
-seen. For each way of fine-tuning, the search moves up and down a grid of learning rates that differ by factors of two.
-Each finished run is saved in results/fine_tuning_runs.json, so an interrupted sweep can be resumed.
+standard library. It is then fine-tuned on the library's English documentation (`pydoc_data.topics`), which was left out
+of the first training. For each way of fine-tuning, the script searches up and down a grid of learning rates that differ
+by factors of two. Each finished run is saved in results/fine_tuning_runs.json, so an interrupted sweep can be resumed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LoRA(nn.Module):
 
     def forward(
         self,
-        x: Tensor,  # (.., in)
-    ) -> Tensor:  # (.., out)
+        x: Tensor,  # (..., in_features)
+    ) -> Tensor:  # (..., out_features)
         return self.base(x) + 2.0 * self.lora_B(self.lora_A(x))
 
 
@@ -56,7 +56,7 @@ def with_lora(model: nn.Module, rank: int, seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and "." in name:  # the head has no dot in its name, and gets no factors
+        if isinstance(layer, nn.Linear) and "." in name:  # the head, whose name has no dot, gets no LoRA
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, LoRA(layer, rank, generator))
     return model
@@ -64,7 +64,14 @@ def with_lora(model: nn.Module, rank: int, seed: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to fine-tune: its code, whether it uses LoRA, where the search starts, and (model, lr) -> optimizer."""
+    """One way to fine-tune.
+
+    Attributes:
+        code: The code that a user writes, with x for the learning rate.
+        lora: True if only LoRA's weights are trained.
+        start: The exponent of 2 at which the search for the learning rate starts.
+        make: A function (model, lr) -> optimizer.
+    """
 
     code: str
     lora: bool
@@ -93,7 +100,7 @@ WAYS = {
 
 
 class FineTuning:
-    """The base models, each trained when it is first needed, and the fine-tuning runs that start from them."""
+    """The base models, one per seed, which are trained on first use, and the fine-tuning runs that start from them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args

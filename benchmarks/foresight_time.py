@@ -1,11 +1,11 @@
-"""Predictions of `shardmuon plan` compared with measured steps: ten layouts on 1, 2 and 4 ranks, with held-out shapes.
+"""Step times predicted by `shardmuon plan` compared with measured ones, for ten layouts on 1, 2 and 4 ranks.
 
-The default `Muon` steps matrices whose sizes appear in none of the hardware file's tables. The live plan is then priced
-with that file, which should describe this machine. The middle of the predicted interval is compared with the lower
-quartile of the measured steps, and the script counts how often the quartile lies inside the interval. A step is timed
-on the slowest rank, from one barrier to the next. The lower quartile is used because other work on the machine can only
-add time, and because the middle values in `cpu-gloo` are quartiles too. Misses are reported like all other rows. The
-script takes six minutes on 2 cores. Other work on the machine affects the result, so run nothing else meanwhile.
+The hardware file should describe this machine. The matrices have sizes that its tables do not contain. The script times
+steps of the default `Muon`, and predicts the time of a step from the optimizer's plan and the hardware file. It
+compares the middle of the predicted interval with the lower quartile of the measured times, and counts how often this
+quartile lies inside the interval. A step is timed on the slowest rank, from one barrier to the next. The lower quartile
+is used because other work on the machine can only add time, and because the middle values in the hardware file
+`cpu-gloo` are lower quartiles, too. The script takes six minutes on 2 cores. Run nothing else on the machine meanwhile.
 
     python benchmarks/foresight_time.py --hardware cpu-gloo    # on 2 cores with AVX-512 and bf16
     python benchmarks/foresight_time.py --device cuda --ranks 1 --hardware h100
@@ -47,10 +47,10 @@ ROWS = (
     "tp x dp",
     "mcore buffers",
 )
-# Matrix sizes that are in no table: cpu-gloo has powers of two from 32 to 512, with aspect ratios 1, 3 and 4.
+# Sizes missing from the tables of cpu-gloo, which have powers of two from 32 to 512, with aspect ratios 1, 3 and 4.
 SIZES = (192, 320, 448)
 LAYERS = {192: 12, 320: 6, 448: 4, 768: 12, 1536: 6, 3072: 3, 5120: 1}
-GPU_SIZES = (768, 1536, 3072, 5120)  # also in no table; those of h100 range from 256 to 8192
+GPU_SIZES = (768, 1536, 3072, 5120)  # sizes missing from the tables of h100, which range from 256 to 8192
 
 
 def shapes(d: int) -> list[tuple[int, int]]:
@@ -58,7 +58,7 @@ def shapes(d: int) -> list[tuple[int, int]]:
 
 
 def step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Plan]:
-    """Time steps on one layout; return their seconds and the live plan."""
+    """Time optimizer steps on one layout; return the seconds of each step, and the optimizer's plan."""
     with meshes_on(kind):
         return _step(layout, d, rounds, kind)
 

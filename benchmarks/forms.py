@@ -1,9 +1,9 @@
-"""Rounding errors of alternative ways to compute an update: norms, MuonEq, folding `a` into the polynomial, wire dtype.
+"""Rounding errors of alternative ways to compute parts of an update: norms, MuonEq and the Newton-Schulz polynomial.
 
     python benchmarks/forms.py        # a minute on one core
 
 All results are compared with fp64. Half precision is emulated by rounding operands and results where tensor cores do.
-`PYTHONPATH=<other tree>/src python benchmarks/forms.py --only iterations` gives the errors of another commit.
+To measure another commit, run `PYTHONPATH=<its checkout>/src python benchmarks/forms.py --only iterations`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SPECTRA = ("gauss", "log", "rank16", "power")
 
 
 def drawn(kind: str, rows: int, cols: int, seed: int = 0) -> Tensor:  # (rows, cols), fp64
-    """A random matrix: Gaussian, or with singular values log-spaced from 1 to 1e-3, 16 large ones, or equal to 1/i."""
+    """A random matrix. "gauss" is Gaussian. The other kinds have given singular values: log-spaced from 1 to 1e-3
+    ("log"), 16 values of 1 and the rest 1e-4 ("rank16"), or 1, 1/2, 1/3, ... ("power")."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
     if kind == "gauss":
@@ -70,7 +71,7 @@ def iterations() -> None:
                 ("gram", torch.float16),
             ):
                 if rows == 2048 and dtype != torch.float32:
-                    continue  # slow where bf16 products are emulated
+                    continue  # slow on CPUs that emulate bf16 products
                 plain = orthogonalize(x[None].float(), steps, method=method, dtype=dtype)[0]
                 sent = orthogonalize(x[None].bfloat16().float(), steps, method=method, dtype=dtype)[0].bfloat16()
                 wire = "-" if dtype == torch.float32 else f"{error(sent, wanted):.1e}"
@@ -93,7 +94,7 @@ def norms() -> None:
 
 
 def _mean_norm(x: Tensor) -> Tensor:  # (m, n) -> the same shape, fp32
-    """The former MuonEq on CPUs, for zero rows and extreme norms: scale all rows to their mean norm, found in fp64."""
+    """The former MuonEq on CPUs: scale every row to the root mean square of all row norms, computed in fp64."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
     factor = torch.where(norms > 0, norms.square().mean().sqrt() / norms, 0.0).clamp_(max=2.0**120)
     return x.float() * factor.float()
@@ -107,8 +108,9 @@ def _one_norm(x: Tensor) -> Tensor:  # (m, n) -> the same shape and dtype
 
 
 def muon_eq() -> None:
-    """Print errors of the former and the current MuonEq against fp64: those of the rows, after the matrix is scaled to
-    norm 1, and those of the update, with products and wire in the given dtype."""
+    """Print two errors of the former and the current MuonEq relative to fp64, for each dtype: the error of MuonEq's
+    result, scaled to Frobenius norm 1, and the error of the update computed from it, with products and rounding in this
+    dtype."""
     steps, rows, cols = schedule("keller").triples, 128, 256
     zeros, tiny, huge = (drawn("gauss", rows, cols, seed) for seed in (1, 2, 3))
     zeros[::4] = 0
@@ -149,7 +151,8 @@ def _steps(x: Tensor, steps: Triples, dtype: torch.dtype, fold: str) -> Tensor:
 
 
 def folding() -> None:
-    """Print the error with `a` folded into the diagonal of the polynomial, divided by the error without folding."""
+    """Print the error of Newton-Schulz steps computed as (a I + b G + c G^2) X, where G = X X^T, divided by the error
+    of steps computed as a X + (b G + c G^2) X."""
     print("| schedule, products | " + " | ".join(f"{kind} {n}" for kind in SPECTRA for n in ("m", "4m")) + " |")
     print("|---|" + "---|" * 2 * len(SPECTRA))
     for name in ("keller", "quintic", "polar_express", "cans", "deepseek_v4"):

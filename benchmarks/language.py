@@ -1,4 +1,4 @@
-"""The demo's model and its training in one process, for benchmarks that compare optimizers."""
+"""The language model of examples/train.py and its training in one process, for benchmarks that compare optimizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fit(
     config: Config,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """Train the model; return the losses of the steps in nats per byte, ending at the first that is not finite."""
+    """Train the model; return the loss of each step in nats per byte. Stop at the first loss that is not finite."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, config))
     losses: list[float] = []
     for step in range(config.steps):

@@ -1,10 +1,10 @@
-"""The best learning rate as the demo's model gets wider, for each way of setting it.
+"""Best learning rate of the model in examples/train.py at several widths, for AdamW and for two update scales of Muon.
 
-    python benchmarks/learning_rate.py                       # all widths, ways and seeds: about an hour on two cores
+    python benchmarks/learning_rate.py                       # everything: about an hour on two cores
     python benchmarks/learning_rate.py --widths 64,128 --seeds 1
 
-For each way, the search starts at the expected optimum and moves up and down a grid of learning rates that differ by
-factors of two, until the mean held-out loss over all seeds rises on both sides. Each finished run is saved in
+For each optimizer, the search starts at the expected optimum and moves up and down a grid of learning rates that differ
+by factors of two, until the mean held-out loss over all seeds rises on both sides. Each finished run is saved in
 results/learning_rate_runs.json, so an interrupted sweep can be resumed.
 """
 
@@ -31,7 +31,7 @@ FIGURE = RESULTS.parents[1] / "docs" / "img" / "learning_rate.png"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to set the learning rate.
+    """An optimizer whose best learning rate is to be found.
 
     Attributes:
         code: The code that a user writes, with x for the learning rate.
@@ -84,7 +84,7 @@ def table(curves: dict[str, dict[int, Curve]]) -> str:
 
 
 def draw(curves: dict[str, dict[int, Curve]]) -> None:
-    """Draw held-out loss against learning rate: a panel for each way, a line for each width, a dot at each minimum."""
+    """Plot held-out loss against learning rate: a panel per optimizer, a line per width, and a dot at each minimum."""
     import matplotlib as mpl
 
     mpl.use("Agg")

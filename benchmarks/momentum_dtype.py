@@ -1,8 +1,8 @@
 """Compare momentum in bf16 and in 8-bit codes with fp32: the losses after training, and the error of a single update.
 
-The script trains the demo's model with each dtype from several seeds, and compares the differences between dtypes with
-those between seeds. On the gradients of one fp32 run, it also stores the momentum in other formats, to compare codes
-and rounding modes.
+The script trains the model of examples/train.py with each dtype and several seeds, and compares the differences between
+dtypes with those between seeds. On the gradients of one fp32 run, it also stores the momentum in other formats, to
+compare codes and rounding modes.
 
     python benchmarks/momentum_dtype.py
 """
@@ -55,7 +55,7 @@ ALTERNATIVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Shadows:
-    """Copies of the momentum of every matrix in a run, one for each storage format, to compare the formats' errors."""
+    """Momentum of every matrix in a run, kept once in each storage format to compare the formats' errors."""
 
     def __init__(self) -> None:
         self._exact: dict[int, Tensor] = {}
@@ -114,13 +114,13 @@ def train(text: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows: S
 
 
 def summarized(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
-    """The mean and the largest value of each error: that before and that after orthogonalization."""
+    """The mean and the largest of many errors, each measured before and after orthogonalization."""
     columns = [[pair[i] for pair in pairs] for i in (0, 1)]
     return {"mean": [statistics.mean(c) for c in columns], "largest": [max(c) for c in columns]}
 
 
 def times() -> dict[str, float]:
-    """Time one momentum update on one thread, in nanoseconds per element."""
+    """Time a momentum update in each dtype on one thread, in nanoseconds per element."""
     size, found = 1024, {}
     grad = torch.randn(size, size)
     whole = Patch.rectangle(0, 0, 0, size, size)

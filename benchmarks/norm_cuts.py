@@ -1,8 +1,8 @@
-"""Estimate how often cutting a vector into pieces changes its norm, if each piece is summed in fp64 and rounded once.
+"""Estimate how often cutting a vector into pieces changes its fp32 norm, if the norm is computed in fp64 and rounded.
 
-The final fp32 norm changes only if its fp64 value lies so close to the midpoint between two fp32 numbers that the cut
-moves it across. This is too rare to count. The rate is therefore estimated as the change in the fp64 value divided by
-the spacing of fp32 numbers, averaged over random vectors and cuts.
+The final fp32 norm changes only if the fp64 norm lies so close to the midpoint between two fp32 numbers that the cut
+moves it to the other side. This is too rare to count, so the rate is estimated as the change in the fp64 value divided
+by the spacing of fp32 numbers, averaged over random vectors and cuts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardmuon.gradients.clip import _combine, _norm_of
 
 
 def main(draws: int) -> None:
-    """Print the estimated rate, and the number of changes that were seen."""
+    """Print the estimated rate, and the number of norms that changed."""
     draw, moves, changed = random.Random(0), 0.0, 0
     for seed in range(draws):
         size = draw.randint(1000, 60_000)

@@ -1,4 +1,4 @@
-"""Load other projects' optimizers from the user's checkouts, extract them from programs, and run them in other dtypes.
+"""Load other projects' optimizers from checkouts, including parts of training scripts, and run them in other dtypes.
 
 Import this module before any of those projects. It sets TORCHDYNAMO_DISABLE=1, so nothing in them is compiled.
 """
@@ -23,16 +23,16 @@ import typing_extensions
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch reads it when it meets a torch.compile decorator
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile reads this variable when it decorates a function
 
 DTYPE_OF = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Arithmetic(TorchFunctionMode):
-    """Run torch code with other dtypes than those it names: bf16 becomes `products`.
+    """Run torch code with other dtypes than those written in it: bf16 becomes `products`.
 
-    With fp64 products, fp32 becomes fp64 as well. Code that asks such an fp64 tensor for its dtype is then told fp32,
-    because some of it insists on fp32.
+    If `products` is fp64, fp32 becomes fp64, too. These fp64 tensors report fp32 as their dtype, because some projects'
+    code requires fp32.
     """
 
     def __init__(self, products: torch.dtype) -> None:
@@ -52,7 +52,7 @@ class Arithmetic(TorchFunctionMode):
 
 @contextlib.contextmanager
 def arithmetic(products: torch.dtype) -> Iterator[None]:
-    """Enter `Arithmetic`, and set torch's default dtype to fp64 for fp64 products and to fp32 otherwise."""
+    """Enter `Arithmetic`, and set torch's default dtype to fp64 if `products` is fp64, and to fp32 otherwise."""
     wide = torch.float64 if products == torch.float64 else torch.float32
     torch.set_default_dtype(wide)
     try:
@@ -110,14 +110,14 @@ def folder(path: Path | None, option: str) -> Path:
 
 
 def emerging(name: str) -> Any:
-    """Import a module of Emerging-Optimizers. Before Python 3.12, replace its registry, a mere table, by a stub."""
+    """Import a module of Emerging-Optimizers. Before Python 3.12, replace its registry of optimizers with a stub."""
     if sys.version_info < (3, 12):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
         table = types.ModuleType("emerging_optimizers.registry")
         table.register_optimizer = lambda name: lambda found: found  # type: ignore[attr-defined]
         sys.modules.setdefault("emerging_optimizers.registry", table)
         importlib.import_module("emerging_optimizers").registry = table  # type: ignore[attr-defined]
-        _alone("emerging_optimizers.orthogonalized_optimizers")  # its __init__ would import code in 3.12 syntax
+        _alone("emerging_optimizers.orthogonalized_optimizers")  # the package's __init__ needs Python 3.12
     return importlib.import_module(f"emerging_optimizers.{name}")
 
 

@@ -1,14 +1,14 @@
-"""Newton-Schulz by itself: its errors, its FLOPs, and its speed compared with that of other projects' functions.
+"""The Newton-Schulz iteration alone: errors, FLOPs, and speed compared with the functions of other projects.
 
 Errors: the relative Frobenius distance to the exact polar factor and the range of the singular values, for every
-schedule, method and dtype, on five spectra. FLOPs: the count of torch's FlopCounterMode compared with the formulas.
-Speed: method "auto" as the optimizer uses it, which chooses by rule. In each round every contender takes one turn; the
-ratio is the median of the round-by-round ratios, and is above 1 where shardmuon is faster. All contenders run the five
-steps of torch.optim.Muon.
+schedule, method and dtype, on five spectra. FLOPs: the count of torch's FlopCounterMode compared with the package's
+formulas. Speed: the method that the optimizer chooses if the option `method` is "auto", compared with other projects.
+In each round, every contender runs once. The ratio is the median of the round-by-round ratios, and is above 1 where
+shardmuon is faster. All contenders run five steps with the coefficients of torch.optim.Muon.
 
-The function of torch.optim.Muon casts to bf16. In the fp32 rows this cast is replaced by one to fp32, so that the
-function can use this machine's fast products; in the bf16 rows it runs unchanged. For a peer that is not installed, the
-table gives the reason instead of a ratio.
+torch.optim.Muon casts matrices to bf16. In the fp32 rows of the table, this cast is replaced by one to fp32, which is
+faster on CPUs that emulate bf16 products. In the bf16 rows, the function runs unchanged. For a project that is not
+installed, the table gives the reason instead of a ratio.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def errors(device: torch.device) -> list[str]:
-    """A table of each schedule and method: errors in fp32, bf16 and fp16, and the singular-value range in fp32."""
+    """A table with a row for each schedule and method: singular-value range in fp32, and errors in three dtypes."""
     lines = ["| schedule, method | " + " | ".join(f"{kind} {m}x{n}" for kind, m, n in SPECTRA) + " |"]
     lines.append("|---" * (len(SPECTRA) + 1) + "|")
     for name, steps in SCHEDULES:
@@ -91,7 +91,8 @@ def _cell(name: str, steps: int, method: str, at: int, device: torch.device) -> 
 
 
 def counted() -> list[str]:
-    """A table of counted FLOPs against the formula: full products (m = 96), the CPU's block triangle (m = 384)."""
+    """A table that compares counted FLOPs with the formula. With m = 96, matrix products are computed in full. With
+    m = 384, only one triangle of symmetric products is computed, as on CPUs."""
     lines = ["| schedule, method | m x n | counted GFLOP | formula | ratio |", "|---|---|---|---|---|"]
     for name, steps in (("keller", 5), ("polar_express", 5), ("cubic", 5)):
         for method in ("standard", "gram"):
@@ -100,7 +101,7 @@ def counted() -> list[str]:
                 with FlopCounterMode(display=False) as counter:
                     orthogonalize(torch.randn(1, m, n), triples, method=method, dtype=torch.float32)
                 total = counter.get_total_flops()
-                kind = "cpu" if m > 96 else "cuda"  # small matrices use full products, as on accelerators
+                kind = "cpu" if m > 96 else "cuda"  # small matrices use full products even on CPUs
                 formula = flops(method, m, n, triples, torch.float32, torch.device(kind))
                 row = f"{m}x{n} | {total / 1e9:.4f} | {formula / 1e9:.4f} | {total / formula:.4f}"
                 lines.append(f"| {name} {steps}, {method} | {row} |")
@@ -119,7 +120,7 @@ def torchs(dtype: torch.dtype) -> Contender:
 
 
 def emerging(dtype: torch.dtype) -> Contender:
-    if not hasattr(typing, "override"):  # the package requires Python 3.12
+    if not hasattr(typing, "override"):  # Emerging-Optimizers uses this decorator of Python 3.12
         typing.override = lambda function: function  # type: ignore[attr-defined]
     module = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
 
@@ -139,7 +140,7 @@ def dao(dtype: torch.dtype) -> Contender:
     runner = module.GramNewtonSchulz(
         ns_coefficients=[list(KELLER)] * 5, ns_use_kernels=torch.cuda.is_available(), compile_kwargs=None
     )
-    return lambda x: runner(x.clone())  # it normalizes its argument in place
+    return lambda x: runner(x.clone())  # GramNewtonSchulz normalizes its argument in place
 
 
 def ours(choice: Choice) -> Contender:
@@ -169,7 +170,7 @@ def speed(device: torch.device, rounds: int, names: list[str], clock: Clock) -> 
     for label in ("fp32", "bf16") if device.type == "cpu" else ("bf16", "fp16"):
         for batch, m, n in shapes:
             dtype = DTYPES[label]
-            # on an accelerator, "auto" may choose fp16 for the Gram form whichever dtype the standard form would use
+            # without a dtype, "auto" uses bf16 for the method "standard", but may use fp16 for "gram"
             wanted = dtype if device.type == "cpu" or label == "fp16" else None
             choice = Choice.made("auto", wanted, (m, n), (KELLER,) * 5, device)
             contenders, missing = _contenders(choice, dtype, names)
@@ -199,7 +200,7 @@ def _contenders(choice: Choice, dtype: torch.dtype, names: list[str]) -> tuple[d
     missing: dict[str, str] = {}
     for name in names:
         if name == "gram-newton-schulz" and not torch.cuda.is_available():
-            missing[name] = "needs a GPU"  # on a CPU it multiplies in fp16, which would be emulated
+            missing[name] = "needs a GPU"  # gram-newton-schulz multiplies in fp16, which CPUs emulate
             continue
         try:
             found[name] = PEERS[name](dtype)
@@ -213,7 +214,7 @@ def _interleave(
 ) -> dict[str, list[float]]:
     wait: Callable[[], None] = torch.cuda.synchronize if x.is_cuda else (lambda: None)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    slow: dict[str, float] = {}  # 10 s and more a turn: the first turn has to do for all
+    slow: dict[str, float] = {}  # contenders that take more than 10 s run only once
     for number in range(rounds + 1):
         for name, run in contenders.items():
             if name not in slow:
@@ -224,13 +225,13 @@ def _interleave(
                 spent = clock() - start
                 if spent > 10.0:
                     slow[name] = spent
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 seconds[name].append(slow.get(name, spent))
     return seconds
 
 
 def matmul_rate(device: torch.device) -> str:
-    """Rate of plain products on this device, for comparison."""
+    """The rate of plain matrix products on this device, for comparison."""
     parts = []
     for label in ("fp32", "bf16") if device.type == "cpu" else ("bf16", "fp16"):
         size = 1024 if device.type == "cpu" else 8192

@@ -1,10 +1,11 @@
-"""Overhead of a step apart from its arithmetic, for shardmuon and torch, on many matrices that are cheap to compute.
+"""Overhead of an optimizer step, apart from its arithmetic, for shardmuon and torch, on many tiny matrices.
 
-All runs use 600 matrices of 8 x 16 and one thread per rank, and take turns. In one process, the script times a step of
-`Muon`, of torch.optim.Muon and of fused AdamW, and a step of `Muon` with 4,000 matrices, whose cost should grow only in
-proportion. On two ranks, with DTensors sharded by rows, it times a step of `Muon`, and `clip_grad_norm_` beside
-torch's. In fresh processes, it measures the processor time of `import shardmuon` after `import torch`. Results are
-medians of all rounds; compare ratios, not single times. The script takes about a minute.
+The matrices are 8 x 16, and each rank uses one thread. In one process, the script times a step of `Muon`, of
+torch.optim.Muon and of fused AdamW with 600 matrices. It also times a step of `Muon` with 4,000 matrices, to show that
+the time grows only in proportion to their number. On two ranks, with 600 DTensors sharded by rows, it times a step of
+`Muon`, and shardmuon's and torch's `clip_grad_norm_`. In fresh processes, it measures the processor time of
+`import shardmuon` after `import torch`. Results are medians of all rounds. Compare ratios, not single times. The script
+runs for a minute.
 
     python benchmarks/overhead.py --rounds 25
 """
@@ -36,7 +37,7 @@ IMPORT = "import time, torch; a = time.process_time(); import shardmuon; print(t
 
 
 def parameters(number: int, sharded: bool = False) -> list[nn.Parameter]:
-    """Parameters with gradients, which are DTensors sharded over all ranks if `sharded` is true."""
+    """Parameters with gradients. If `sharded` is True, they are DTensors sharded by rows over all ranks."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:
@@ -52,7 +53,7 @@ def parameters(number: int, sharded: bool = False) -> list[nn.Parameter]:
 def time_in_turn(
     calls: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Time the calls in rounds in which each takes a turn; return milliseconds, without the first three rounds."""
+    """Time each call once per round; return the milliseconds of all rounds except the first three."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 3):
         for name, call in calls.items():

@@ -1,7 +1,8 @@
-"""Time to make layouts, a plan and one rank's programs for matrices on a large mesh, and the copies that owners make.
+"""Time to make layouts, a plan, and one rank's programs for matrices on a large mesh, and the copies in these programs.
 
-One process does the computations for all ranks, and no tensors are stored. Every round starts with fresh layouts. The
-script takes 45 seconds on one core, most of them to count the copies of all owners.
+A program lists the copies that a rank makes between its shards, the matrices that it orthogonalizes, and messages. One
+process simulates the mesh without storing tensors. Every round starts with fresh layouts. The script takes 45 seconds
+on one core, most of them to count copies.
 
     python benchmarks/program_time.py                              # 400 matrices on 1 x 1024 and 16 x 64 ranks
     python benchmarks/program_time.py --mesh 4x256 --matrices 1000
@@ -47,7 +48,8 @@ def hybrid_sharded(shape: Ints, mesh: Ints) -> ParamLayout:
 
 
 def measure(mesh: Ints, num: int, policy: Policy, rounds: int) -> dict[str, Any]:
-    """Time each phase in each round; also count the buckets, and how many owners make each number of copies."""
+    """Time each phase in each round. Also count the buckets, and the copies that each owner of a bucket's matrices
+    makes to assemble them (as a dict from number of copies to number of owners)."""
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(rounds):
         began = [time.perf_counter()]

@@ -6,18 +6,18 @@ machine's speed affects all of them; compare ratios and medians, not single time
 minutes for 1, 2 and 4 ranks.
 
     make bench                                             # this CPU
-    make bench BENCH="--only fsdp2 --name fsdp2"           # some of the contenders
+    make bench BENCH="--only fsdp2 --name fsdp2"           # only some contenders
     SHARDMUON_CPU_BF16=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 make bench BENCH="--name step_time_avx2"
 
 A peer runs if it can be imported. torch.optim.Muon is always present, `muon-fsdp2` and `dtensor-muon` are on PyPI, and
-dion must be on PYTHONPATH as a checkout of microsoft/dion. The table names those that were absent. Choices that are
-made by measurement (by shardmuon's default, and by peers that compile) are made in two untimed steps.
+dion must be on PYTHONPATH as a checkout of microsoft/dion. The table names peers that were absent. In the first two
+steps, which are not timed, shardmuon plans and some peers compile.
 
 Some peers cast to bf16. On a CPU without bf16 instructions, torch multiplies bf16 matrices 10 to 80 times slower than
 fp32 ones, which would outweigh everything else. On such a CPU, `Tensor.bfloat16` returns fp32 for the peers, so that
-they run at the CPU's best speed. This does not reach the casts of dion, which are in functions that it compiles. Its
-source is therefore loaded with fp32 instead of bf16 where a Newton-Schulz function casts its input; what it sends stays
-in bf16. `--native` leaves all peers unchanged.
+they run at the CPU's best speed. This has no effect on dion, which casts in compiled functions. Its source is therefore
+changed when it is loaded, so that Newton-Schulz functions cast their input to fp32. Messages stay in bf16. `--native`
+leaves all peers unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # peers compile, and the ranks already use all cores
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # compile in one thread: the ranks already use all cores
 
 KELLER = (3.4445, -4.7750, 2.0315)
 
@@ -58,7 +58,7 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def fp32_casts(active: bool) -> Iterator[None]:
-    """Make all casts to bf16 return fp32 while the context is active. Use it only around the steps of peers."""
+    """Make casts to bf16 return fp32 inside the `with` block, if `active` is True. Use it only for steps of peers."""
     original = Tensor.bfloat16
     original_to = Tensor.to
 
@@ -78,12 +78,12 @@ def fp32_casts(active: bool) -> Iterator[None]:
 
 
 class Fp32Source(importlib.machinery.SourceFileLoader):
-    """A loader of modules whose Newton-Schulz functions then cast their input to fp32 instead of bf16."""
+    """A module loader that changes Newton-Schulz functions to cast their input to fp32 instead of bf16."""
 
     CASTS = ("X = G.to(dtype=torch.bfloat16)", "X = G.bfloat16()")
     replaced = 0
 
-    def get_code(self, fullname: str) -> CodeType:  # never uses cached bytecode
+    def get_code(self, fullname: str) -> CodeType:  # ignores cached bytecode, which has the unchanged casts
         source = self.get_data(self.path).decode()
         for cast in self.CASTS:
             Fp32Source.replaced += source.count(cast)
@@ -127,7 +127,7 @@ def muon_fsdp2(params: list[nn.Parameter], group: Any) -> Any:
 
 def dtensor_muon(params: list[nn.Parameter], group: Any) -> Any:
     chosen = importlib.import_module("dtensor_muon.orthogonalize.orthogonalize")
-    pick = chosen._get_orthogonalization_fn  # its default kernel is Triton for CUDA; take its torch one
+    pick = chosen._get_orthogonalization_fn  # replaces dtensor-muon's default kernel, which needs CUDA
     if not getattr(pick, "on_cpu", False):
         plain = lambda strategy, _: pick(strategy, False)  # noqa: E731
         plain.on_cpu = True  # type: ignore[attr-defined]
@@ -198,9 +198,9 @@ def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], 
         try:
             optimizer = build(contender, d, layers)
             with fp32_casts(contender.peer and not native):
-                optimizer.step()  # the first step plans, measures, compiles and opens connections
+                optimizer.step()  # the first step plans, compiles and opens connections
                 optimizer.step()
-        except Exception as error:  # a peer that is not on the path, or cannot run here, is named and left out
+        except Exception as error:  # a peer that is not installed or cannot run here is skipped
             out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
             continue
         built[name] = (optimizer, contender.peer)
@@ -257,7 +257,7 @@ def timed(step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def floor(d: int, layers: int) -> float:
-    """The CPU seconds of all Newton-Schulz products of the model, done as a peer would, in this CPU's faster dtype."""
+    """The CPU seconds of all Newton-Schulz products of the model, one by one, in bf16 or fp32, whichever is faster."""
     dtype = torch.bfloat16 if cpu_has_bf16_matmul() else torch.float32
     total = 0.0
     for shape in shapes(d, 1):
@@ -275,8 +275,9 @@ _PART = 1 << 16  # elements; few enough to stay in a core's cache
 
 
 class Moved:
-    """The least work that any Muon must do besides products. This rank's share of the model passes once through
-    momentum, bf16 and weights, in parts that fit in the cache, and is sent to the other ranks and back."""
+    """The minimum work of a Muon step besides matrix products, for this rank's share of the model. Update the momentum,
+    cast the result to bf16, send it to the other ranks and back, and update the weights, in parts that fit in the
+    cache."""
 
     def __init__(self, d: int, layers: int) -> None:
         world = dist.get_world_size()
@@ -333,7 +334,7 @@ def main() -> None:
 
 
 def imitation() -> list[str]:
-    """Lines for the report on the lesser CPU that environment variables imitate; empty if none of them is set."""
+    """Lines for the report if environment variables make torch imitate an older CPU; otherwise, an empty list."""
     names = ("SHARDMUON_CPU_BF16", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
     given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     if not given:
@@ -347,7 +348,7 @@ def imitation() -> list[str]:
 
 
 def table(found: dict[int, list[dict[str, Any]]], names: list[str], which: str, title: str) -> list[str]:
-    """A table of medians with ranges, and of the median ratio, round by round, to the fastest peer on as many ranks."""
+    """A table of median times with ranges, and of the median round-by-round ratio to the fastest peer."""
     head = [f"{r} rank{'s' if r > 1 else ''}" for r in found]
     lines = [
         f"{title}: median (min..max); x: median of the round-by-round ratio to the fastest peer on fsdp2.",

@@ -1,4 +1,4 @@
-"""Search for the best learning rate: run what is missing, keep all results, and find the lowest mean over seeds."""
+"""Search for the best learning rate, which is the one with the lowest mean loss over seeds. All runs are saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sweep:
     def __init__(
         self, path: Path, setting: dict[str, Any], seeds: int, run: Callable[[str, float, int], float]
     ) -> None:
-        """Load the saved runs. `setting` is the options of all runs, and `run` is (name, lr, seed) -> held-out loss."""
+        """Load the saved runs. `setting` holds the options of all runs. `run` maps (name, lr, seed) to a loss."""
         self._path, self._setting, self._seeds, self._run = path, setting, seeds, run
         self.runs: dict[str, float] = {}
         if path.exists():
@@ -28,7 +28,7 @@ class Sweep:
             self.runs = saved["runs"]
 
     def losses(self, name: str, power: int) -> list[float]:
-        """The held-out losses of all seeds at lr = 2**power; runs that are missing are made and saved."""
+        """Return the held-out losses of all seeds at lr = 2**power. Missing runs are made and saved."""
         found = []
         for seed in range(self._seeds):
             key = f"{name} {power} {seed}"
@@ -41,7 +41,7 @@ class Sweep:
         return found
 
     def curve(self, name: str, start: int) -> Curve:
-        """Search from lr = 2**start until the lowest mean has a neighbour on both sides; return all losses."""
+        """Search from lr = 2**start until the best learning rate has a neighbour on both sides; return all losses."""
         found = {power: self.losses(name, power) for power in (start - 1, start, start + 1)}
         while missing := [power for power in (best(found) - 1, best(found) + 1) if power not in found]:
             found |= {power: self.losses(name, power) for power in missing}

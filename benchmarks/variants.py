@@ -1,11 +1,11 @@
-"""Train the demo's model with plain Muon and with each variant, at several seeds: losses with their spread, and times.
+"""Train the model of examples/train.py with plain Muon and with each variant; compare losses and step times.
 
     python benchmarks/variants.py                        # 3 seeds, 400 steps: an hour or two on two cores
-    python benchmarks/variants.py --steps 40 --seeds 2   # a try
+    python benchmarks/variants.py --steps 40 --seeds 2   # a quick try
     python benchmarks/variants.py --only time            # milliseconds of a step beside plain Muon's, no training
 
 For each seed, all variants start from the same weights and see the same batches; one learning rate is used throughout.
-Variants are named after their stages. To test a combination of stages, add "a+b" to --variants.
+A variant is named after its stages, the operations that it adds to a step. To combine stages, use `--variants a+b`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def step_times(args: argparse.Namespace) -> dict[str, float]:
-    """Time a step on the matrices of a transformer layer: the least milliseconds of rounds in which all take turns."""
+    """Time each variant's step on the matrices of a transformer layer; return the shortest times in milliseconds."""
     d = args.time_width
     shapes = [(d, d)] * 4 + [(3 * d, d)] * 2 + [(d, 3 * d)]
     optimizers: dict[str, Muon] = {}

@@ -1,4 +1,4 @@
-"""Compare each variant with the code it comes from: relative differences of five updates, and what rounding explains.
+"""Compare each Muon variant with its original code: relative differences of five updates, and rounding errors.
 
     PYTHONPATH=dion:Emerging-Optimizers python benchmarks/variants_origins.py --nanochat nanochat \
         --modded-nanogpt modded-nanogpt
@@ -6,19 +6,19 @@
 The script takes less than a minute on a CPU. The original projects are read from your own checkouts; none is part of
 this repository. microsoft/dion and NVIDIA-NeMo/Emerging-Optimizers (with absl-py) must be on PYTHONPATH;
 karpathy/nanochat and KellerJordan/modded-nanogpt are given as folders. These two are training programs, so only the
-required functions and classes of a file are executed. A project that is not found is named and left out. Nothing is
+required functions and classes of a file are executed. A project that is not found is reported and skipped. Nothing is
 compiled (TORCHDYNAMO_DISABLE=1).
 
-Both sides begin with the same weights and get the same gradients, whose rows differ in scale by up to 100, and both
-use the origin's settings: its coefficients, momentum, decay and learning-rate scale. Every origin runs three times:
-unchanged (bf16 products), with its casts to bf16 replaced by fp32, and with all its casts replaced by fp64. The class
-`Arithmetic` makes these changes from outside. The difference between an origin's run in one arithmetic and its run in
-fp64 is the band of that arithmetic. Two runs of one formula may each be off by the band, so two runs that differ by
-more than twice the band are "outside". (Cautious decay depends on a sign: if a weight times its update is zero up to
-rounding, the decision may go either way.)
+The original code is called the origin of the variant. Both start with the same weights and get the same gradients,
+whose rows differ in scale by up to 100. Both use the origin's coefficients, momentum, decay and learning-rate scale.
+Every origin runs three times: unchanged (with bf16 products), with its casts to bf16 replaced by fp32, and with all its
+casts replaced by fp64. The class `Arithmetic` replaces the casts. The difference between an origin's run in bf16 or
+fp32 and its run in fp64 is called the band. Two runs of the same formula may each be off by the band, so two runs that
+differ by more than twice the band are "outside". (Cautious decay depends on the sign of a weight times its update. If
+the product is zero up to rounding, the weight may decay in one run and not in the other.)
 
-The last column of the table shows whether the test can detect an error at all: it gives the difference from the origin
-if shardmuon's variant lacks one of its stages.
+The last column of the table shows that the comparison can detect errors: it gives the difference from the origin if
+shardmuon's variant lacks one of its stages.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ KELLER = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 class Case(NamedTuple):
-    """One origin (another project's optimizer) and the variant of shardmuon to compare with it.
+    """An origin (another project's optimizer) and the variant of shardmuon to compare with it.
 
     Attributes:
         origin: The name of the origin.
         variant: The variant of shardmuon; any other options follow after a comma.
         source: The part of the origin that is run, and its version.
         theirs: A function that builds the origin's optimizer, which has a `step` method, for a parameter.
-        ours: Options of `Muon` that match the origin's settings; a function computes an option from the shape.
+        ours: Options of `Muon` that match the origin's settings. An option can be a function of the matrix's shape.
         without: Variants of shardmuon that lack one of the stages.
         another_rule: A function that returns true for shapes on which the origin follows a different rule.
         remark: A note on behaviour of the origin that does not follow from its settings.
@@ -123,7 +123,7 @@ def dion(args: argparse.Namespace) -> list[Case]:
 
 
 class ModdedNorMuon:
-    """The orthogonalization and NorMuon of Keller Jordan's modded-nanogpt, applied without its bit-packed weights."""
+    """The orthogonalization and NorMuon of Keller Jordan's modded-nanogpt, without the project's bit-packed weights."""
 
     def __init__(self, p: nn.Parameter, found: dict[str, Any]) -> None:
         self._p, self._found = p, found
@@ -142,7 +142,7 @@ class ModdedNorMuon:
 def modded(args: argparse.Namespace) -> list[Case]:
     file = folder(args.modded_nanogpt, "--modded-nanogpt") / "train_gpt.py"
     method = "NorMuonAndAdam._apply_normuon_variance_reduction"
-    products = {  # needed for its Triton kernels
+    products = {  # plain torch versions of modded-nanogpt's Triton kernels
         "XXT": lambda x, out: torch.matmul(x, x.mT, out=out),
         "XTX": lambda x, out: torch.matmul(x.mT, x, out=out),
         "ba_plus_cAA": lambda a, alpha, beta, out: torch.add(beta * a, alpha * (a @ a), out=out),
@@ -246,7 +246,8 @@ def differences(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 def compare(case: Case, shape: tuple[int, int]) -> dict[str, Any]:
-    """Compare the updates for one shape: differences and bands in each arithmetic, and differences without a stage."""
+    """Compare a variant's updates with the origin's for one shape. Return the differences and the bands (the origin's
+    own rounding errors) for each dtype, and the differences in fp64 if the variant lacks a stage."""
     exact = theirs_in(case, shape, torch.float64)
     row: dict[str, Any] = {"origin": case.origin, "variant": case.variant, "shape": shape}
     variant = case.variant.partition(",")[0]
@@ -266,7 +267,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def inside(row: dict[str, Any], products: torch.dtype) -> bool:
-    """True if every step's difference is at most twice that step's band."""
+    """True if every step's difference is at most twice the step's band, which is the origin's own rounding error."""
     pairs = zip(row[_name(products)], row[f"band {_name(products)}"], strict=True)
     return all(difference <= 2 * band for difference, band in pairs)
 
@@ -283,7 +284,7 @@ def written(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A table with one line for each case and shape, which shows the largest value over all steps."""
+    """A table with one line for each case and shape, which shows the largest difference over all steps."""
     lines = [
         "| origin | variant | shape | fp64 | fp32 | its band | | bf16 | its band | | a stage left out |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -298,7 +299,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def steps_table(rows: list[dict[str, Any]]) -> str:
-    """A table of the difference and the band at every step, for the first shape of each case."""
+    """A table of the difference and the origin's rounding error at every step, for the first shape of each case."""
     lines = [
         "| origin | variant | shape | products | " + " | ".join(f"step {i + 1}" for i in range(STEPS)) + " |",
         "|---" * (4 + STEPS) + "|",
@@ -322,7 +323,7 @@ def main() -> None:
     parser.add_argument("--modded-nanogpt", type=Path, help="a checkout of KellerJordan/modded-nanogpt")
     parser.add_argument("--name", default="variants_origins", help="name of the result file")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # the matrices are small
+    torch.set_num_threads(1)  # more threads would not help with such small matrices
     rows, sources, absent = [], [], []
     for name, cases_of in ORIGINS.items():
         try:

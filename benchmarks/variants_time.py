@@ -1,24 +1,24 @@
 """Time that each variant and QK-clip add to a step, in one interleaved run: ratios to plain Muon.
 
     python benchmarks/variants_time.py                    # both widths, 1 and 2 ranks, and QK-clip: about six minutes
-    python benchmarks/variants_time.py --seconds 20       # a try
+    python benchmarks/variants_time.py --seconds 20       # a quick try
 
 Optimizer steps: the model has layers of (3d x d, d x d, 4d x d, d x 4d) under FSDP2, and an embedding of 4096 x d that
 AdamW steps with weight decay. There are 4 layers with d = 384, or one with d = 1024, where products take a larger share
 of a step (they grow with d^3, and passes over memory with d^2). Gradients are injected, and each rank uses one thread.
-Matrices have no weight decay, because Hyperball refuses it.
+Matrices have no weight decay, because Hyperball does not allow it.
 
-In every round each contender takes one step, with a different one first each time, and its time is divided by that of
-plain Muon in the same round. The result is the median of these ratios, for wall time and for processor time. Both are
-those of the slowest rank; processor time excludes the wait at the barrier, so other work on the machine affects it
-less. Plain Muon runs twice: the difference of its second row from 1, and the spread of its quartiles, show the
-machine's own noise. The table also gives the number of torch calls in a step on one rank, and the bytes that they read
-and write (without those of products); other work on the machine affects neither. A call on a list of tensors counts as
-one.
+In every round, each contender takes one step, and its time is divided by that of plain Muon in the same round. Each
+round starts with a different contender. The result is the median of these ratios, for wall time and for processor time.
+Both are those of the slowest rank; processor time excludes the wait at the barrier, so other work on the machine
+affects it less. Plain Muon runs twice: the difference of its second row from 1, and the spread of its quartiles, show
+the machine's own noise. The table also gives the number of torch calls in a step on one rank, and the bytes that they
+read and write (without those of products); other work on the machine affects neither. A call on a list of tensors
+counts as one.
 
-QK-clip: training steps (forward, backward, optimizer step) of the demo's model in one process. With `every=10`, nine of
-ten steps are not measured. tau is infinite, so logits are measured, reduced and compared, but the models do not drift
-apart.
+QK-clip: training steps (forward, backward, optimizer step) of the model in examples/train.py, in one process. With
+`every=10`, nine of ten steps are not measured. tau is infinite, so logits are measured, reduced and compared, but the
+models do not drift apart.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 
 def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
-    """Build the optimizer over weights on a layout, with gradients set, on the kind of device given to `meshes_on`."""
+    """Build the contender's optimizer for weights on a layout, with gradients set. `meshes_on` selects the device."""
     case, world = LAYOUTS[layout], dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(s, generator=generator) * 0.02 for s in [*shapes(d, layers), (4096, d)]]
@@ -87,7 +87,7 @@ def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
 
 
 def contend(d: int, layers: int, rounds: int, seconds: float, kind: str) -> dict[str, list[tuple[float, float]]]:
-    """Time the steps of all contenders on this rank, with `in_turn`. Call it on every rank."""
+    """Time the steps of all contenders on this rank, in turn. Call it on every rank."""
     with meshes_on(kind):
         built = {contender.name: build(contender, d, layers, "fsdp2") for contender in CONTENDERS}
     for optimizer in built.values():
@@ -96,8 +96,8 @@ def contend(d: int, layers: int, rounds: int, seconds: float, kind: str) -> dict
 
 
 def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
-    """Time all steps in rounds, with a different one first each time. Return, for each step, the wall seconds from one
-    barrier to the next and the processor seconds of this process."""
+    """Call each function in `steps` once per round, each round starting with a different one. Return, for each call,
+    the wall seconds from one barrier to the next and the processor seconds of this process."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names, start = list(steps), time.perf_counter()
     for number in range(rounds):
@@ -121,8 +121,8 @@ def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) ->
 
 
 class Counted(TorchDispatchMode):
-    """Count torch calls that compute or copy, and the bytes of their arguments and results. Products count as calls,
-    but their bytes do not count, because products read memory more than once."""
+    """A dispatch mode that counts torch calls that compute or copy, and the bytes of their arguments and results. The
+    bytes of matrix products are left out, because products read memory more than once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,11 +181,11 @@ CLIPS: dict[str, dict[str, Any] | None] = {
 
 
 def clip_times(rounds: int, seconds: float, device: torch.device) -> dict[str, list[tuple[float, float]]]:
-    """Time training steps with and without QK-clip in this process, with `in_turn`."""
+    """Time training steps with and without QK-clip in this process, in turn."""
     torch.set_num_threads(1)
     steps = {name: trainer(options, device) for name, options in CLIPS.items()}
     for step in steps.values():
-        step()  # the first step, whose logits are always measured
+        step()  # the first step always measures the logits, so it is not timed
     return in_turn(steps, rounds, seconds)
 
 
@@ -222,7 +222,7 @@ def quartiles(values: list[float]) -> str:
 
 
 def step_times(d: int, layers: int, ranks: int, args: argparse.Namespace) -> Times:
-    """The step times of each contender: those of the slowest rank in each round."""
+    """The step times of each contender, taken from the slowest rank in each round."""
     with RankPool(ranks, backend=common.BACKENDS[args.device], timeout=3600) as pool:
         everyone = pool.run(contend, d, layers, args.rounds, args.seconds, args.device)
     return {

@@ -1,4 +1,4 @@
-"""Time a vote and a gloo all-reduce of the same number of bytes, between ranks on this machine.
+"""Time a vote (the check before a step that all ranks agree) and a gloo all-reduce of the same size on this machine.
 
 for n in 2 3 4 8; do torchrun --nproc-per-node $n benchmarks/vote_time.py; done
 """

@@ -53,7 +53,7 @@ class _Peak:
     """The peak of this process's resident memory, relative to the amount resident when the object was created."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM, the peak resident memory
         self._start = self._read("VmRSS")
 
     def bytes(self) -> int:
@@ -78,7 +78,7 @@ class _Sum(nn.Module):
 
 
 def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, warm: int) -> dict[str, Any]:
-    """Run steps on this rank; return their times, the first update's error, Newton-Schulz runs and byte counts."""
+    """Run training steps on this rank; return times, the first update's error, memory, traffic and run counts."""
     rank, world = dist.get_rank(), dist.get_world_size()
     warnings.simplefilter("ignore")
     deepspeed = ZeroRun.start_deepspeed()
@@ -185,7 +185,7 @@ def main() -> None:
                     for scatter in variants:
                         note = "" if scatter is None else ", reduce_scatter false"
                         label = f"| {ranks}, {stage} | {contender}{note} |"
-                        slow = contender == "deepspeed standard"  # bf16 products, which a CPU may emulate
+                        slow = contender == "deepspeed standard"  # bf16 products are slow on many CPUs
                         steps = min(args.steps, 3) if slow else args.steps
                         found = pool.run_catching(run, contender, stage, scatter, steps, 1 if slow else 3)
                         failed = [r for r in found if isinstance(r, RankException)]

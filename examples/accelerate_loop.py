@@ -1,4 +1,4 @@
-"""accelerate with Muon: accumulation, clipping, checkpoints, on one process, DDP or FSDP2.
+"""Training with accelerate and Muon: gradient accumulation, clipping and checkpoints, in one process, DDP or FSDP2.
 
 One process:  python examples/accelerate_loop.py
 Two ranks:    torchrun --nproc-per-node 2 examples/accelerate_loop.py
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 if not torch.accelerator.is_available():
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate sets up no ranks on a CPU unless it is told to
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate sets up no ranks on CPUs
 
 # [start:recipe]
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -88,7 +88,7 @@ TEXT = [torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(i)) 
 
 
 def options(fsdp: bool) -> dict[str, Any]:
-    """Arguments of `train`."""
+    """More arguments for `train`, which choose FSDP2 if `fsdp` is True."""
     if not fsdp:
         return {}
     blocks = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}

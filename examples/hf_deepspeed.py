@@ -1,4 +1,4 @@
-"""transformers' Trainer under DeepSpeed with Muon: the JSON that Trainer's `deepspeed=` takes, and the factory.
+"""transformers' Trainer with DeepSpeed and Muon: DeepSpeed's config for TrainingArguments, and the optimizer factory.
 
 One process:  deepspeed --num_gpus 1 examples/hf_deepspeed.py
 Two ranks:    torchrun --nproc-per-node 2 examples/hf_deepspeed.py
@@ -57,7 +57,7 @@ SMALL = {"per_device_train_batch_size": 4, "report_to": [], "logging_steps": 1}
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Random tokens of a small part of the vocabulary, so that there is something to learn."""
+    """Random tokens from a small part of the vocabulary, so that the model has something to learn."""
 
     def __len__(self) -> int:
         return 64

@@ -3,7 +3,7 @@
 One process:  python examples/hf_trainer.py
 Two ranks:    torchrun --nproc-per-node 2 examples/hf_trainer.py
 
-`--resume out/hf_trainer/checkpoint-3` goes on from there. `--fsdp` is for GPUs: on a CPU accelerate ignores it.
+`--resume out/hf_trainer/checkpoint-3` resumes from this checkpoint. `--fsdp` needs GPUs: on CPUs accelerate ignores it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 if not torch.accelerator.is_available():
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate sets up no ranks on a CPU unless it is told to
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate sets up no ranks on CPUs
 
 # [start:recipe]
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -56,12 +56,12 @@ FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "
 
 
 def options(fsdp: bool) -> dict[str, Any]:
-    """More TrainingArguments."""
+    """More TrainingArguments, which choose FSDP2 if `fsdp` is True."""
     return {"fsdp": "full_shard auto_wrap", "fsdp_config": FSDP2} if fsdp else {}
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Random tokens of a small part of the vocabulary, so that there is something to learn."""
+    """Random tokens from a small part of the vocabulary, so that the model has something to learn."""
 
     def __len__(self) -> int:
         return 64

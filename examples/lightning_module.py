@@ -80,13 +80,13 @@ class Net(nn.Module):
         return result
 
 
-# The same text again and again: Lightning starts an epoch anew after it has resumed, also with AdamW.
+# All samples are equal, because Lightning restarts the epoch when it resumes from a checkpoint in the middle of one.
 TEXT = [torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(0))] * 128
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def options(devices: int, strategy: str) -> dict[str, Any]:
-    """Options of a Trainer for so many CPU ranks."""
+    """Options of a Trainer for `devices` CPU ranks."""
     chosen: Any = strategy
     if strategy == "modelparallel":
         chosen = lightning.pytorch.strategies.ModelParallelStrategy(

@@ -1,12 +1,12 @@
-"""Train a small language model with Megatron-FSDP and shardmuon, then compare the last update with the dense one.
+"""Train a small language model with Megatron-FSDP and shardmuon, then compare the last update with an unsharded one.
 
 Needs a CUDA GPU for each rank and `pip install shardmuon[megatron]`:
 
     torchrun --nproc-per-node 8 examples/megatron_fsdp_training.py --strategy optim_grads_params --hybrid shard
 
-Every rank trains on its own batches of a made-up language (the next token is a fixed function of the last two). The
-comparison puts the last step's weights and gradients together, steps shardmuon on one process and prints whether the
-bits are the same.
+Every rank trains on its own batches of an artificial language (the next token is a fixed function of the last two). To
+compare the last step, the script gathers whole weights and gradients, takes the step with whole matrices, and prints
+whether the resulting weights are bitwise equal.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def wrap(model: nn.Module, strategy: str, hybrid: str, device: torch.device) -> 
         fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,
         device=device,
-        calculate_per_token_loss=True,  # gradients are summed; the loss below is divided by the number of ranks
+        calculate_per_token_loss=True,  # sums gradients over ranks; `train` divides the loss by the number of ranks
         **options,
     )
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Everything in one place. The package's own function: `full_tensor()` does not know these layouts."""
+    """Gather whole tensors with Megatron-FSDP's function, because `full_tensor()` does not support uneven shards."""
     return {
         name: uneven_dtensor_to_full_tensor(t.detach()).clone()
         if any(p.is_shard() for p in t.placements)
@@ -94,9 +94,9 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_equal_to_one_process(model: nn.Module, optimizer: Muon, routing: dict[str, object]) -> bool:
-    """Take a step on the gradients that are there, here and on one process."""
+    """Take a step with the current gradients, both sharded and unsharded; return True if the weights are equal."""
     params = dict(model.named_parameters())
-    # A rank without rows of a parameter has no gradient of it, and takes part in putting the others' together.
+    # A rank that stores no rows of a parameter has no gradient for it, but must still take part in gathering it.
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in params.items()}
     before, full = whole(params), whole(grads)
     momentum = whole(
@@ -114,12 +114,12 @@ def is_equal_to_one_process(model: nn.Module, optimizer: Muon, routing: dict[str
 
 
 def train(device: torch.device, strategy: str, hybrid: str, steps: int, width: int, layers: int) -> bool:
-    """Train for `steps` steps and take one more; True if that one has the bits of one process."""
+    """Train for `steps` steps, then take one more; return True if this step is bitwise equal to an unsharded step."""
     torch.manual_seed(0)
     model = wrap(Model(width, layers), strategy, hybrid, device)
     routing = {"lr": 0.02, "weight_decay": 0.01}
     optimizer = Muon(model, adamw_lr=1e-3, **routing)
-    fully_shard_optimizer(optimizer)  # steps on zero gradients, which changes nothing
+    fully_shard_optimizer(optimizer)  # takes a step with zero gradients to create the optimizer state
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for step in range(steps + 1):
         tokens = batch(generator, device)

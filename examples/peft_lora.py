@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 if not torch.accelerator.is_available():
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate sets up no ranks on a CPU unless it is told to
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate sets up no ranks on CPUs
 
 # [start:recipe]
 from peft import LoraConfig, get_peft_model
@@ -52,7 +52,7 @@ SMALL = {"per_device_train_batch_size": 4, "report_to": [], "logging_steps": 1}
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Random tokens of a small part of the vocabulary, so that there is something to learn."""
+    """Random tokens from a small part of the vocabulary, so that the model has something to learn."""
 
     def __len__(self) -> int:
         return 64

@@ -1,4 +1,4 @@
-"""A timm model trained with Muon and a scheduler of timm's.
+"""Training of a timm model with Muon and one of timm's learning-rate schedulers.
 
 One process:  python examples/timm_model.py
 Two ranks:    torchrun --nproc-per-node 2 examples/timm_model.py

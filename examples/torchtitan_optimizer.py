@@ -1,4 +1,4 @@
-"""torchtitan's containers with Muon, without its Trainer, which needs an accelerator.
+"""Muon in torchtitan's optimizer and scheduler containers, without torchtitan's Trainer, which needs an accelerator.
 
 One process:  python examples/torchtitan_optimizer.py
 Two ranks:    torchrun --nproc-per-node 2 examples/torchtitan_optimizer.py
@@ -79,7 +79,7 @@ class Net(nn.Module):
 
 
 def sharded(net: Net) -> Net:
-    """Shard the net as torchtitan's parallelize functions do, where there are several ranks."""
+    """Shard the net as torchtitan's parallelize functions do, if there are several ranks."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")

@@ -1,10 +1,10 @@
-"""Train a small Llama-style language model with Muon in one of seven layouts, and prove its last update.
+"""Train a small Llama-style language model with Muon in one of seven layouts, and verify its last update.
 
 One process:  python examples/train.py
 Four ranks:   torchrun --nproc-per-node 4 examples/train.py --layout fsdp2+tp --compare --out demo-out
 
-The text is the source code of Python's standard library, as bytes: nothing is downloaded. See docs/demo.md. `--out`
-draws the losses by matplotlib: pip install 'shardmuon[demo]'. The class Config says what the options after it mean.
+The text is the source code of Python's standard library, as bytes, so nothing is downloaded. See docs/demo.md. `--out`
+plots the losses with matplotlib (pip install 'shardmuon[demo]'). The class Config explains the options listed after it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon import Muon, param_groups
 
-VOCAB = 256  # bytes
-# Axes of the mesh, outermost first, and the ranks along each; -1 takes those that the others leave.
+VOCAB = 256  # a token is a byte
+# Mesh axes, outermost first, and the number of ranks along each axis. -1 stands for all remaining ranks.
 LAYOUTS = {
     "single": {},
     "ddp": {"replicate": -1},
@@ -50,27 +50,27 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model and of the training. Each is an option of the command line, too."""
+    """Sizes of the model and settings of the training. Each field is also a command-line option."""
 
     dim: int = 224
     layers: int = 2
     heads: int = 4
-    kv_heads: int = 2  # each is shared by several query heads
+    kv_heads: int = 2  # several query heads share each key-value head
     hidden: int = 640
     seq_len: int = 128
-    batch: int = 16  # sequences, of all ranks together
-    steps: int = 130  # 3 or more
-    lr: float = 2e-2  # of Muon, and of the AdamW inside it
-    adamw_lr: float = 4e-3  # of the AdamW that is compared with
+    batch: int = 16  # sequences per step on all ranks together
+    steps: int = 130  # at least 3, because the first and last steps are not timed
+    lr: float = 2e-2  # learning rate of Muon, and of the AdamW inside it
+    adamw_lr: float = 4e-3  # learning rate of torch.optim.AdamW with --compare
     weight_decay: float = 0.1
-    warmup: int = 30  # steps; a cosine down to a tenth follows
-    eval_every: int = 26  # steps
+    warmup: int = 30  # steps; a cosine decay to a tenth follows
+    eval_every: int = 26  # steps from one evaluation to the next
     eval_batches: int = 4
     seed: int = 0
 
 
 def read_text() -> list[np.ndarray]:
-    """Bytes to train on and held-out bytes. One file in twenty is held out, by a hash of its path."""
+    """Training bytes and held-out bytes. One file in twenty is held out, chosen by a hash of its path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     sides: tuple[list[bytes], list[bytes]] = ([], [])
@@ -98,7 +98,7 @@ def windows(text: np.ndarray, starts: np.ndarray, config: Config) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions."""
+    """Causal attention with rotary position embeddings."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, angle: Tensor) -> Tensor:  # (B, T, D), (T, head_dim / 2)
-        # -1: under tensor parallelism the projections return this rank's heads only
+        # -1, because under tensor parallelism the projections return only this rank's heads
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.wq, self.wk, self.wv))
         mixed = F.scaled_dot_product_attention(rotate(q, angle), rotate(k, angle), v, is_causal=True, enable_gqa=True)
         return self.wo(mixed.transpose(1, 2).flatten(2))
@@ -146,7 +146,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Token ids (B, T) to logits (B, T, VOCAB). Only the seed decides on the weights at the start."""
+    """Language model from token ids (B, T) to logits (B, T, VOCAB). The initial weights depend only on the config."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Model(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim > 1:
                 std = 1.0 if name.startswith("embed") else 0.0 if name.startswith("head") else p.shape[-1] ** -0.5
-                if name.endswith(("wo.weight", "down.weight")):  # they write to the residual stream
+                if name.endswith(("wo.weight", "down.weight")):  # these layers write to the residual stream
                     std /= math.sqrt(2 * config.layers)
                 p.data = torch.randn(p.shape, generator=generator) * std
 
@@ -173,7 +173,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-# Inputs become DTensors once, so that the gradients of q, k, v (gate, up) are summed before their all-reduce.
+# Convert inputs to DTensors once per module, so that the gradients of q, k and v (or gate and up) need one all-reduce.
 BLOCK_PLAN = {
     "attention": PrepareModuleInput(input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)),
     "attention.wq": ColwiseParallel(),
@@ -189,7 +189,7 @@ ENDS_PLAN = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": Colwis
 
 
 def parallelize(model: Model, mesh: DeviceMesh | None) -> nn.Module:
-    """Cut a model, whole and equal on every rank, along the axes of the mesh: tensor parallel first."""
+    """Shard a model that is equal on all ranks along the axes of the mesh. Tensor parallelism comes first."""
     axes = mesh.mesh_dim_names if mesh else ()
     if "tp" in axes:
         for block in model.blocks:
@@ -205,22 +205,22 @@ def parallelize(model: Model, mesh: DeviceMesh | None) -> nn.Module:
 
 
 def build_muon(model: nn.Module, lr: float, weight_decay: float) -> Muon:
-    """Muon for the matrices, AdamW for the rest. With updates of AdamW's size one learning rate serves both."""
-    # Sharded parameters know their ranks. Replicas share the work only over a group that they are given.
+    """Muon for the matrices, AdamW for the rest. Muon's updates are scaled so that both use one learning rate."""
+    # DTensors contain their mesh, but DDP's replicas share the work only if they get a process group.
     group = dist.group.WORLD if isinstance(model, DistributedDataParallel) else None
     groups = param_groups(model, lr=lr, adamw_lr=lr, weight_decay=weight_decay)
     return Muon(groups, lr=lr, adjust_lr_fn="match_rms_adamw", process_group=group)
 
 
 def build_adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW for every parameter; vectors do not decay."""
+    """AdamW for every parameter. Vectors have no weight decay."""
     matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay}
     vectors = {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
     return torch.optim.AdamW([matrices, vectors], lr=lr, betas=(0.9, 0.95), foreach=False)
 
 
 def lr_factor(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Factor of the learning rate: linear warm-up, then a cosine decay to a tenth."""
     done = (step - config.warmup) / max(1, config.steps - config.warmup)
     return (step + 1) / config.warmup if done < 0 else 0.55 + 0.45 * math.cos(math.pi * min(1.0, done))
 
@@ -231,7 +231,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def proven_step(optimizer: Muon, dense: Model, weight_decay: float) -> dict[str, Any]:
-    """Take a step, and the same one of `dense`, whose Muon has the whole matrices in one process. Collective."""
+    """Take a step, and the same step with the whole matrices of `dense`; compare the new weights. Collective."""
     reference = build_muon(dense, optimizer.param_groups[0]["lr"], weight_decay)
     pairs = []
     for group in (group for group in optimizer.param_groups if group["use_muon"]):
@@ -247,7 +247,7 @@ def proven_step(optimizer: Muon, dense: Model, weight_decay: float) -> dict[str,
         found, expected = whole(p), q.detach()
         digest.update(found.cpu().numpy().tobytes())
         equal &= torch.equal(found, expected)
-        # relative to the update: beside the weight, a small learning rate would hide any error
+        # relative to the update, because a wrong update with a small learning rate hardly changes the weight
         gaps.append((found.double() - expected).norm() / (before.double() - expected).norm())
     seen = [(equal, digest.hexdigest())]
     if dist.is_initialized():
@@ -262,7 +262,7 @@ def proven_step(optimizer: Muon, dense: Model, weight_decay: float) -> dict[str,
 
 
 def now() -> float:
-    """Seconds, with the work of the GPU done."""
+    """Current time in seconds, after the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -279,7 +279,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def mean_over_ranks(losses: list[Tensor]) -> list[float]:
-    """Means over the ranks' rows of each batch. Collective."""
+    """Average the loss of each batch over all ranks. Collective."""
     means = torch.stack(losses).detach()
     if dist.is_initialized():
         dist.all_reduce(means)
@@ -288,7 +288,7 @@ def mean_over_ranks(losses: list[Tensor]) -> list[float]:
 
 
 def train(config: Config, name: str, text: list[np.ndarray], mesh: DeviceMesh | None, device: str) -> dict[str, Any]:
-    """Train a new model by "muon" or "adamw", and return the numbers of the run. Collective."""
+    """Train a new model with the optimizer "muon" or "adamw", and return the results of the run. Collective."""
     train_text, held_out_text = text
     build, lr = (build_muon, config.lr) if name == "muon" else (build_adamw, config.adamw_lr)
     model = parallelize(Model(config).to(device), mesh)
@@ -323,7 +323,7 @@ def train(config: Config, name: str, text: list[np.ndarray], mesh: DeviceMesh | 
             run["train_loss"] += mean_over_ranks(losses)
             losses.clear()
             say(f"{name:5} step {step:4}/{config.steps}  loss {run['train_loss'][-1]:.2f}")
-    # without the first step, which plans, and the last one, which is proven
+    # Leave out the first step, which includes planning, and the last one, which is verified.
     seconds = float(np.mean(step_seconds[1:-1]))
     stored = (x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
     return run | {
@@ -334,14 +334,14 @@ def train(config: Config, name: str, text: list[np.ndarray], mesh: DeviceMesh | 
 
 
 def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Training losses and their moving averages as lines, held-out losses as points."""
+    """Plot training losses and their moving averages as lines, and held-out losses as points."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 5.0), dpi=150, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="step", ylabel="cross entropy (nats per byte)")
     for run, color in zip(runs, ("#0b6e4f", "#c8553d"), strict=False):
         steps = np.arange(1, len(run["train_loss"]) + 1)
-        weights = 0.6 ** np.abs(steps[:, None] - steps)  # both ways: the line does not lag behind the points
+        weights = 0.6 ** np.abs(steps[:, None] - steps)  # symmetric, so that the line does not lag behind the points
         axes.plot(steps, run["train_loss"], color=color, alpha=0.18, linewidth=0.8)
         smoothed = weights @ run["train_loss"] / weights.sum(1)
         axes.plot(steps, smoothed, color=color, linewidth=2.0, label=f"{run['optimizer']}, train (smoothed)")
@@ -355,9 +355,9 @@ def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main() -> int:
-    """Train as the command line says; 1 if the proof failed."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of the logits, which nothing changes in place
-    # DTensor warns that weights that are sharded over two mesh dims are gathered in two hops.
+    """Train with the options of the command line; return 1 if the last update is wrong, and 0 otherwise."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the logits are never modified in place
+    # Hide the warning that DTensors sharded over two mesh dims are gathered in two steps.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=LAYOUTS, default="single", help="how weights are cut (%(default)s)")
@@ -371,7 +371,7 @@ def main() -> int:
 
     device = "cuda" if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "cpu"
     axes, ranks = LAYOUTS[args.layout], np.arange(int(os.environ.get("WORLD_SIZE", "1")))
-    sizes = ranks.reshape(tuple(axes.values())).shape  # raises if they do not divide
+    sizes = ranks.reshape(tuple(axes.values())).shape  # raises if the number of ranks does not fit the layout
     mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(axes)) if axes else None
     text = read_text()
     where = f"layout {args.layout} ({' x '.join(map('{} {}'.format, axes, sizes)) or 'one process'}), {device}"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 if not torch.accelerator.is_available():
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate sets up no ranks on a CPU unless it is told to
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate sets up no ranks on CPUs
 
 # [start:recipe]
 from datasets import Dataset
@@ -54,7 +54,7 @@ SMALL = {"per_device_train_batch_size": 4, "report_to": [], "bf16": False, "grad
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Words to numbers, so that nothing has to be downloaded."""
+    """Make a word-level tokenizer, so that no tokenizer has to be downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["<pad>", "<eos>", "<unk>", "one", "two", "three", *WORDS]

@@ -1,11 +1,11 @@
-"""Compare the results of the working tree on the golden rows, bit for bit, with those of another commit.
+"""Compare optimizer steps of the working tree, bit for bit, with those of another commit.
 
     python scripts/golden.py --base COMMIT [--ranks 1 2 3 4] [--only TEXT]
 
-Both trees run the rows in tests/golden of the *working tree*, one tree after the other on one machine; each tree builds
-the layouts with its own code. The script prints each row and tensor that differs, with the ranks on which it differs,
-and exits with status 1 if any does. The digests of COMMIT are kept in build/golden, so a second comparison with the
-same commit takes half the time.
+Both versions run the golden rows, which are combinations of layout, options and dtype in tests/golden of the *working
+tree*, one after the other on one machine. Each version builds the layouts with its own code. The script prints each row
+and tensor that differs, with the ranks on which it differs, and exits with status 1 if any does. The digests of COMMIT
+are kept in build/golden, so a second comparison with the same commit takes half the time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "tests" / "golden"
 KEPT = ROOT / "build" / "golden"
-TIMEOUT = 900  # seconds for all rows on one number of ranks; a hang ends after this time
-MOST_TENSORS = 6  # the most tensors that are printed for one row
+TIMEOUT = 900  # time limit in seconds for all rows on one number of ranks
+MOST_TENSORS = 6  # maximum number of tensors to print for one row
 
-Rows = Mapping[str, Mapping[str, list[str]]]  # row -> tensor -> digests, one for each rank
+Rows = Mapping[str, Mapping[str, list[str]]]  # row -> tensor -> digest on each rank
 
 
 def commit_of(base: str) -> str:
@@ -46,7 +46,7 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
-    """Run the golden rows with the code of one tree, and return their digests."""
+    """Run the golden rows (combinations of layout, options and dtype) with one tree; return digests of the results."""
     started = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{ROWS.parent}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "golden.rows", "--ranks", str(ranks), "--out", str(out), "--only", only]
@@ -54,7 +54,7 @@ def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
         try:
             code = process.wait(TIMEOUT)
         except BaseException:
-            os.killpg(process.pid, 9)  # ends the ranks as well
+            os.killpg(process.pid, 9)  # also kills the ranks
             raise
     if code:
         sys.exit(f"golden rows on {ranks} ranks failed with {tree / 'src'} (exit status {code})")
@@ -64,7 +64,7 @@ def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
 
 
 def kept_name(commit: str, ranks: int, only: str) -> Path:
-    """The path of a commit's kept digests. Its name depends on the rows, on torch, on Python and on the machine."""
+    """The path of a commit's saved digests. The file name depends on the rows, torch, Python and the machine."""
     sources = b"".join(path.read_bytes() for path in sorted(ROWS.glob("*.py")))
     parts = (sources, importlib.metadata.version("torch"), platform.python_version(), platform.node(), only)
     return KEPT / f"{commit[:12]}-{ranks}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}.json"

@@ -9,7 +9,8 @@ depend only on the code and on torch; the times in rows 8 and 9 are ratios of ti
 [Note: calls]
     A call is the start of a frame of a function in src/shardmuon; a generator that resumes does not start a new frame.
     C calls are the calls to C functions that such frames make. Row 1 leaves out the frames of comprehensions and
-    generator expressions, and row 2 counts them (Python 3.12 makes fewer than 3.11). Both count the C calls made there.
+    generator expressions, and row 2 counts them (Python 3.12 makes fewer than 3.11). Both count the C calls made in
+    them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ BAD_OPENING = re.compile(
     r"|i|it|its|she|that|their|them|they|this|these|those|we|you|your)\b",
     re.IGNORECASE,
 )
-# Parts that no training step needs, which row 4 leaves out. Some of these names are only planned.
+# Parts of the package that no training step needs. Row 4 leaves them out.
 APART = ("price/", "foresight/", "auditing/", "testing/", "commands/")
 
 
@@ -92,7 +93,7 @@ def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bo
                 generators.add(frame)
 
     gc.collect()
-    gc.disable()  # finalizers of unrelated objects must not count
+    gc.disable()  # finalizers of unrelated objects must not be counted
     sys.setprofile(note)
     try:
         call()
@@ -104,7 +105,7 @@ def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bo
 
 @functools.cache
 def plain_step() -> Calls:
-    """Count the calls of a warm step of one matrix and one vector in one process."""
+    """Count the calls in an optimizer step, after warm-up, of one matrix and one vector in one process."""
     from torch import nn
 
     step = muon_step([nn.Parameter(filled(8, 16))], [nn.Parameter(filled(16))])
@@ -113,7 +114,7 @@ def plain_step() -> Calls:
 
 @functools.cache
 def sharded_step() -> Calls:
-    """Count the calls of a warm step of two FSDP2 matrices on two ranks; return those of the busier rank."""
+    """Count the calls in a step, after warm-up, of two FSDP2 matrices on two ranks; return those of the busier rank."""
     from shardmuon.testing import RankPool
 
     with RankPool(2) as pool:
@@ -212,7 +213,8 @@ def classes(tree: ast.Module) -> set[str]:
 
 
 def catches(tree: ast.AST) -> Iterator[int]:
-    """Yield lines that may swallow exceptions: `except` without a raise, `suppress`, an `__exit__` that can be true."""
+    """Yield lines that may swallow exceptions: `except` without `raise`, `suppress`, an `__exit__` that may return
+    True."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             found = not any(isinstance(inner, ast.Raise) for inner in own_nodes(node))
@@ -225,7 +227,7 @@ def catches(tree: ast.AST) -> Iterator[int]:
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below a node, but none from inside nested functions."""
+    """Yield all nodes below a node, except those inside nested functions."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, (ast.Lambda, *FUNCTIONS)):
@@ -241,7 +243,7 @@ def may_be_true(function: ast.AST) -> bool:
 
 
 def import_graph(trees: Mapping[str, ast.Module], package: str = "shardmuon") -> Graph:
-    """Map each module to those it imports, also under TYPE_CHECKING, in functions and by `import_module("name")`."""
+    """Map each module to the modules that it imports, also in functions, under TYPE_CHECKING and by `import_module`."""
     names = {file: ".".join([package, *Path(file).with_suffix("").parts]) for file in trees}
     names = {file: name.removesuffix(".__init__") for file, name in names.items()}
     modules = set(names.values())
@@ -255,7 +257,7 @@ def import_graph(trees: Mapping[str, ast.Module], package: str = "shardmuon") ->
 
 
 def imported(node: ast.AST, parent: str) -> Iterator[str]:
-    """Yield the full names that a statement or call imports: those of modules, or of objects that modules define."""
+    """Yield the full names of the modules, or of objects defined in modules, that a statement or call imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -280,7 +282,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def reached(module: str, graph: Graph) -> set[str]:
-    """All modules that a module imports, directly or indirectly. It is itself among them only if it is in a cycle."""
+    """All modules that a module imports, directly or indirectly. A module in an import cycle also imports itself."""
     found: set[str] = set()
     ahead = list(graph[module])
     while ahead:
@@ -339,7 +341,7 @@ def host_time(num_matrices: int, num_vectors: int) -> float:
         theirs = torch.optim.Muon(parameters(num_matrices), lr=0.01), torch.optim.AdamW(vectors(), lr=0.01)
         ours = muon_step(parameters(num_matrices), vectors())
         calls = {"ours": ours, "torch's": lambda: [one.step() for one in theirs]}
-        times = time_in_turn(calls, rounds=20, clock=time.process_time)  # not affected by other programs
+        times = time_in_turn(calls, rounds=20, clock=time.process_time)  # unaffected by other programs
         return statistics.median(a / b for a, b in zip(*times.values(), strict=True))
 
     torch.set_num_threads(1)
@@ -347,17 +349,17 @@ def host_time(num_matrices: int, num_vectors: int) -> float:
 
 
 def vote_time() -> str:
-    """The time of a vote divided by that of an all-reduce, on eight ranks."""
+    """Time of a vote (the check before a step that all ranks agree) relative to an all-reduce, on eight ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "benchmarks/vote_time.py"]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
     if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host name, which may fail
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise, gloo looks up the host name, which may fail
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as run:
         try:
             out, _ = run.communicate(timeout=100)
         except BaseException:
-            run.terminate()  # torchrun then ends its ranks
+            run.terminate()  # makes torchrun end its ranks
             raise
     found = re.search(r"median of ratios ([\d.]+)", out)
     if run.returncode or found is None:
@@ -366,7 +368,7 @@ def vote_time() -> str:
 
 
 def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -> float:
-    """The largest over the mean number of bytes that a rank sends in a step. Matrices take the placements in turn."""
+    """The most bytes that a rank sends in a step, divided by the mean. Matrices use the placements in turn."""
     from simulated import spec
 
     from shardmuon.layout.mesh import OnMesh
@@ -384,7 +386,7 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
 
 
 def bytes_sent(plan: Any, bucket: Any, rank: int) -> int:
-    """The bytes one rank sends for one bucket: tiles to owners, results back, and results to other replicas."""
+    """The bytes that one rank sends for one bucket: matrix parts to owners, results back, and results to replicas."""
     from shardmuon.plan.program import Program
 
     program = Program.of(plan, bucket, rank)
@@ -412,7 +414,7 @@ def row_statements() -> str:
 
 
 def places() -> list[str]:
-    """All places that swallow exceptions, as "file:line"."""
+    """All lines that may swallow exceptions, as "file:line"."""
     return [f"src/shardmuon/{file}:{line}" for file, tree in sources().items() for line in sorted(catches(tree))]
 
 
@@ -440,7 +442,7 @@ def row_bytes() -> str:
     from shardmuon.layout.mesh import Shard
 
     hsdp = [(None, Shard(0))]
-    by_columns, by_rows = (None, Shard(0, 2), Shard(0)), (None, Shard(0), Shard(1))  # for tensor-parallel layers
+    by_columns, by_rows = (None, Shard(0, 2), Shard(0)), (None, Shard(0), Shard(1))  # weights of tensor-parallel layers
     jobs: dict[str, tuple[tuple[int, ...], list[Any]]] = {
         "2x4": ((2, 4), hsdp),
         "4x2": ((4, 2), hsdp),
@@ -451,7 +453,7 @@ def row_bytes() -> str:
 
 
 def satellites() -> list[ast.Module]:
-    """The syntax trees of the package and of its satellite packages."""
+    """The syntax trees of all packages in src, including shardmuon itself."""
     return list(sources(ROOT / "src").values())
 
 

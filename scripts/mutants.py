@@ -35,11 +35,11 @@ CORE = ROOT / "src" / "shardmuon"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
 FIRST = ("step/test_steps", "golden/test_golden")
-# tests that are not run: they take minutes or need special environments, and other tests detect the same faults
+# tests to leave out, because they take minutes or need special environments, and other tests detect the same faults
 SLOW = ("test_gpu", "frameworks/test_demo", "site", "stack", "zoo")
-ANYWHERE = ("step/test_equality", "step/test_all_or_nothing")  # run for every mutant, besides the tests of its folder
-MOST_NAMING = 5  # at most this many test files run because they mention the code
-TIMEOUT = 1800  # seconds for all tests of a mutant
+ANYWHERE = ("step/test_equality", "step/test_all_or_nothing")  # tests to run for every mutant
+MOST_NAMING = 5  # maximum number of test files to run because they mention the mutated code
+TIMEOUT = 1800  # time limit in seconds for all tests of a mutant
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -83,7 +83,7 @@ class Mutant:
     span: tuple[int, int]
 
 
-Change = tuple[str, ast.AST]  # kind of change, and the node that replaces another
+Change = tuple[str, ast.AST]  # kind of change, and the new node
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
@@ -129,7 +129,7 @@ def _is_none(node: ast.AST) -> bool:
 
 
 def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
-    """Yield the nodes of function bodies that run: no docstrings, annotations, dataclass defaults or message texts."""
+    """Yield the nodes in function bodies, except docstrings, annotations, assertions and the texts of messages."""
     for child in ast.iter_child_nodes(tree):
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
         text = isinstance(child, ast.Expr) and isinstance(child.value, (ast.Constant, ast.Yield, ast.YieldFrom))
@@ -142,7 +142,7 @@ def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
                 yield child.value
                 yield from nodes(child.value, True)
             continue
-        if isinstance(child, ast.Raise):  # a raise changes only as a whole; tests need not check its text
+        if isinstance(child, ast.Raise):  # only whole raise statements change, because tests need not check messages
             continue
         if is_function:
             for statement in child.body:  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ def tests_for(mutant: Mutant) -> list[str]:
     defined = {node.name for node in functions}
     around = {node.name for node in functions if node.lineno <= mutant.line <= (node.end_lineno or 0)}
     words = re.findall(r"[A-Za-z_]{6,}", mutant.before)
-    changed = {*(word for word in words if "_" in word or word != word.lower()), *around}  # other words may be anywhere
+    changed = {*(word for word in words if "_" in word or word != word.lower()), *around}  # other words are too common
 
     def count(words: set[str], text: str) -> int:
         known = [re.escape(word) for word in words if len(word) > 5 and not word.startswith("_")]
@@ -219,7 +219,7 @@ def tests_for(mutant: Mutant) -> list[str]:
     naming = sorted((name for name, score in scores.items() if any(score)), key=lambda name: scores[name], reverse=True)
     own = [name for name in files if name.startswith(f"{folder}/") and name not in naming]
     chosen = [*FIRST, *naming[:MOST_NAMING], *own, *ANYWHERE]
-    if gone := [name for name in chosen if name not in files]:  # pytest would fail, as if the mutant were killed
+    if gone := [name for name in chosen if name not in files]:  # a missing file would also make pytest fail
         raise SystemExit(f"mutants.py names tests that are not there: {', '.join(gone)}")
     return list(dict.fromkeys(chosen))
 
@@ -247,7 +247,8 @@ def run_tests(tree: Path, tests: list[str], timeout: float) -> tuple[int, str]:
 
 
 def judge(mutant: Mutant, fine: set[str], broken: list[str]) -> dict[str, Any]:
-    """Run the tests on a mutant. Tests that pass without it are added to `fine`, and those that fail, to `broken`."""
+    """Run the tests on a mutant. A test that fails runs again without the mutant. It is added to `fine` if it then
+    passes, and to `broken` otherwise."""
     started = time.monotonic()
     tests = [f"tests/{name}.py" for name in tests_for(mutant)]
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -277,14 +278,14 @@ def judge(mutant: Mutant, fine: set[str], broken: list[str]) -> dict[str, Any]:
 
 
 def key_of(mutant: dict[str, Any]) -> tuple[object, ...]:
-    """The fields that identify a mutant: they are equal for the same change to the same source."""
+    """The fields that identify a mutant. Two mutants with equal fields are the same change to the same source."""
     return tuple(
         mutant[key] if key != "span" else tuple(mutant[key]) for key in ("file", "kind", "before", "after", "span")
     )
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """The numbers of mutants that were killed, counted and marked as equivalent, as text."""
+    """A text with the numbers of mutants that were killed, counted, and marked as equivalent."""
     equivalent = [row for row in rows if row.get("equivalent")]
     killed = [row for row in rows if row["outcome"] == "killed"]
     count = sum(row["outcome"] != "unfinished" for row in rows) - len(equivalent)

@@ -1,9 +1,8 @@
 """Make torchvision importable with a CPU build of torch. If needed, scripts/stack.sh puts this file into .venv-stack.
 
 The torchvision on PyPI is built for PyPI's CUDA build of torch. With another build its operators are missing, and its
-import fails when it registers shapes for them. Nothing here calls these operators, so it is enough to define their
-names. This is done only when torchvision is imported, because every start of Python runs this file, and most of them do
-not need torch.
+import fails when it registers shapes for them. This project does not call these operators, so it is enough to define
+their names. Python runs this file at every start, so the file imports torch only when torchvision is imported.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ class _Names:
         import torch
 
         for operator in ("nms", "qnms"):
-            with contextlib.suppress(RuntimeError):  # the operator already exists
+            with contextlib.suppress(RuntimeError):  # raised if the operator already exists
                 torch.library.define(
                     f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                 )

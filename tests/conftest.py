@@ -1,7 +1,7 @@
 """Pytest configuration: fixtures that start pools of ranks, options for the default dtype of matmuls, and settings that
 make test runs reproducible.
 
-[Note: two arithmetics]
+[Note: matmul dtypes in tests]
     By default, shardmuon computes matmuls in bf16 on GPUs and on CPUs that support bf16 in hardware, and in fp32 on
     other CPUs. `--arithmetic` selects the default matmul dtype for a test run, including its ranks.
     `--both-arithmetics` runs the tests marked `numeric` with both dtypes (see `_Shared`).
@@ -33,9 +33,9 @@ hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("shardmuon")
 
 # Tests in the NUMERIC modules are marked `numeric`, because their results depend on the default matmul dtype. Tests
-# marked `stated` are exempt: they set the matmul dtype themselves, or their results do not depend on it. Some tests in
-# other modules are marked individually. A test that only checks that two runs with the same matmul dtype are bitwise
-# identical does not have to run with both dtypes.
+# marked `stated` are exempt, because they set the matmul dtype themselves or their results do not depend on it. Some
+# tests in other modules are marked individually. A test that only checks that two runs with the same matmul dtype are
+# bitwise identical needs no mark.
 NUMERIC = {
     "test_auto",
     "test_docs",
@@ -44,8 +44,8 @@ NUMERIC = {
     "test_schedules",
 }
 
-# Only the test modules in FRAMEWORKS and the tests that use DeepSpeed pools import a framework, such as DeepSpeed, on
-# ranks. These tests run in a separate process, so that no other test process has to import a framework.
+# Only tests in the FRAMEWORKS modules and tests with DeepSpeed pools need a framework, such as DeepSpeed, on their
+# ranks. They run in a separate process, so that no other test process has to import a framework.
 FRAMEWORKS = ("test_deepspeed", "test_foresight_frameworks", "test_megatron")
 
 
@@ -76,12 +76,12 @@ def _name(bf16: bool) -> str:
 
 
 class _Shared:
-    """Pytest plugin that runs the tests of a session in several processes, so that two cores stay busy until the end.
+    """Pytest plugin that runs the tests of a session in several processes, to keep two cores busy until the end.
 
     This process and a forked process take test files from a shared queue, starting with files whose tests need ranks. A
-    second forked process runs the framework tests, and a third one repeats the tests marked `numeric` with the other
-    matmul dtype (bf16 or fp32). The logs of all processes are printed before pytest's summary line, and a failure in
-    any process fails the session.
+    second forked process runs the tests of frameworks such as DeepSpeed, and a third one repeats the tests marked
+    `numeric` with the other matmul dtype (bf16 or fp32). The logs of all processes are printed before pytest's summary
+    line, and a failure in any process fails the session.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -127,8 +127,7 @@ class _Shared:
             return False
         self._beside.clear()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
-        # The file to which pytest captures output belongs to the parent process, so the child process starts a new
-        # capture.
+        # pytest's capture file belongs to the parent process, so the child process starts a new capture.
         capture.stop_global_capturing()
         with (self._folder / name).open("w") as log:
             os.dup2(log.fileno(), 1)
@@ -174,8 +173,8 @@ def _unit(item: pytest.Item) -> object:
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
-    """Run all tests, taking one group of tests at a time from the iterator. Tell pytest which test comes next, so that
-    it closes the fixtures that the next test does not use."""
+    """Run all tests from the iterator, one group at a time. Tell pytest which test comes next, so that it closes the
+    fixtures that the next test does not use."""
     items = itertools.chain.from_iterable(units)
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -206,14 +205,14 @@ def _preload(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # Exclude what has been imported from garbage collection, as ranks do (see [Note: what ranks are forked from]).
+    # Exempt the imported objects from garbage collection, as ranks do (see [Note: what ranks are forked from]).
     gc.freeze()
     if not session.config.pluginmanager.hasplugin("shared"):
         _preload(session.items)
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # at exit, libraries report objects that the garbage collector has not freed as leaks
+    gc.unfreeze()  # otherwise libraries report objects exempt from garbage collection as leaks at exit
 
 
 def _on_ranks(item: pytest.Item) -> bool:
@@ -252,9 +251,9 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-# Pools of 2, 3, 4 and 8 ranks. Test modules share pools of equal size, because `RankPool.cached` caches the pools of
-# the three most recently requested sizes. The fixtures have module scope, so that they do not keep a pool that has left
-# the cache running for the rest of the session.
+# Pools of 2, 3, 4 and 8 ranks, which the test modules share through `RankPool.cached`. It caches the three most
+# recently used pools. The fixtures have module scope, because fixtures with session scope would keep pools running
+# after their removal from the cache.
 world2, world3, world4, world8 = (
     pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: RankPool.cached(num)) for num in (2, 3, 4, 8)
 )

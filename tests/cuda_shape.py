@@ -39,13 +39,14 @@ _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # The operations in _COPIES accept tensors on different devices.
-# The functions of a step for which `CudaShape` counts kernel launches separately. A step calls all of these functions.
+# The functions of a step for which `CudaShape` counts kernel launches separately.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
 
 class Refused(RuntimeError):
-    """Raised for an operation that CUDA or NCCL would reject. Also raised for operations that block the host where this
-    is forbidden, or that copy a matrix to a wider dtype."""
+    """Raised for an operation that CUDA or NCCL would reject, and for an operation that copies a matrix to a wider
+    dtype. Also raised for an operation that blocks the host while a graph is captured or while torch's synchronization
+    debug mode is "error"."""
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
@@ -67,7 +68,7 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
 
 
 class OnDevice(Tensor):
-    """A tensor that reports the device cuda:0, with its values on the CPU."""
+    """A tensor that reports the device cuda:0 but stores its values on the CPU."""
 
     inner: Tensor
 
@@ -214,8 +215,8 @@ class CudaShape(TorchDispatchMode):
         return tree_map(lambda x: _wrapped(x, given), out) if on_device else out
 
     def _carried_out(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
-        """Run an operation on the CPU tensors inside the device tensors. If one of the device tensors has no values,
-        run the operation on meta tensors instead."""
+        """Run an operation on the CPU tensors inside the simulated device tensors. If one of these has no values, run
+        the operation on meta tensors instead."""
         found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         empty = any(isinstance(t, OnDevice) and t.inner.is_meta for t in found)
         if empty and name == "_local_scalar_dense":
@@ -290,15 +291,15 @@ class CudaShape(TorchDispatchMode):
 
 
 class _Mirror:
-    """A simulation of votes in which only this rank exists. Each simulated rank sends the same message as this rank,
-    except for its rank number. Tensor-parallel parameters are not supported."""
+    """A simulated vote in which every other rank sends the same message as this rank, except for its rank number.
+    Tensor-parallel parameters are not supported."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
-        """Return the merged message of all ranks. Its sum of digests is 0: the ranks of each set multiply their digests
-        by coefficients that sum to zero, so equal digests cancel (see [Note: the message] in comm/vote.py)."""
+        """Return the merged message of all ranks. Its sum of digests is 0: the ranks of a set multiply their digests by
+        coefficients whose sum is zero, so equal digests cancel (see [Note: the message] in comm/vote.py)."""
         phase, flags, _, presence = message
         return phase, flags, 0, presence
 
@@ -320,8 +321,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _opened(x: Any, empty: bool) -> Any:
-    """Return the CPU or meta tensor inside a device tensor, and any other value unchanged. If `empty` is True, convert
-    all tensors to meta tensors, because another argument of the same operation has no values."""
+    """Return the CPU or meta tensor inside an `OnDevice` tensor, and any other value unchanged. If `empty` is True,
+    convert all tensors to meta tensors, because another argument of the same operation has no values."""
     x = x.inner if isinstance(x, OnDevice) else x
     return x.to("meta") if empty and isinstance(x, Tensor) else x
 

@@ -2,7 +2,8 @@
 
 Gradients are multiples of 1/8 (or of 3/8 on three ranks), so that their mean is exact in every dtype and in any order
 of summation. With gradient clipping, the dense reference uses the clipped gradient that DeepSpeed passed to the
-optimizer. The job recovers this gradient from the momentum: after the first step, the momentum is half of the gradient.
+optimizer. This gradient is read from the momentum buffer, which contains half of the gradient after a first step with
+momentum=0.5.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def start() -> None:
 def quiet() -> Iterator[Any]:
     """Yield the DeepSpeed module while its logging, its compiled helpers and the torch warnings that it triggers are
     disabled."""
-    # At ZeRO stage 3, DeepSpeed formats every parameter for a log that it does not write.
+    # With ZeRO stage 3, DeepSpeed formats every parameter for log messages that it then discards. A cheap `__repr__`
+    # saves this time.
     with warnings.catch_warnings(), mock.patch.object(nn.Parameter, "__repr__", object.__repr__):
         warnings.simplefilter("ignore")
         deepspeed = ZeroRun.start_deepspeed()
@@ -101,7 +103,8 @@ GROUPS: Groups = [
     (("heads",), {"split_sizes": 3, "lr": 0.03, "momentum": 0.9}),
     (("tiny",), {"lr": 0.05}),
 ]
-# Universal checkpoints do not support empty flat buffers, so "tiny" is in the same group as "d".
+# Universal checkpoints do not support empty flat buffers. "tiny" alone could leave some ranks such a buffer, so it is
+# in the same group as "d".
 JOINED: Groups = [GROUPS[0], (("d", "tiny"), GROUPS[1][1]), *GROUPS[2:4]]
 
 
@@ -212,8 +215,8 @@ class Job:
         if change is not None:
             first = self.net.a
             change(self.net)
-            # `change` may have replaced the parameter `a`, so the new parameter is put into the optimizer's group.
-            # DeepSpeed remaps the parameters of a client optimizer in the same way.
+            # `change` may have replaced the parameter `a`. Put the new parameter into the optimizer's group, as
+            # DeepSpeed does when it replaces parameters of a client optimizer.
             for group in self.optimizer.param_groups:
                 group["params"] = [self.net.a if p is first else p for p in group["params"]]
         self.engine = ZeroRun.initialize(self.net, self.optimizer, case.written())

@@ -109,7 +109,7 @@ class _Param:
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
-        # The number of leading dims that index rows is 2 in a stack of matrices and 1 in all other parameters.
+        # The first two dims of a stack of matrices index rows. In all other parameters, only the first dim does.
         self._num_rows = 2 if group["view"] == "stack" else 1
         self._name, self._config, self._wire = name, config, wire
         self._steps = 0
@@ -239,8 +239,7 @@ def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: fl
 
 
 class Stores:
-    """The momentum of several parameters in the form in which simulated ranks store it, and the step count of each
-    parameter."""
+    """Momentum shards of several parameters, as simulated ranks store them, and the step count of each parameter."""
 
     def __init__(self, config: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
         self._config, self._layouts = config, layouts
@@ -257,8 +256,8 @@ class Stores:
                 self.scales.append({r: torch.zeros(shape, device=place) for r, shape in shapes.items()})
 
     def rounding(self, weights: Sequence[torch.dtype]) -> Callable[[int], Mapping[int, Rounding]]:
-        """Return a function that maps a rank to a dict. The dict contains, for each parameter's index, the random bits
-        for stochastic rounding and the scales of 8-bit momentum."""
+        """Return a function that maps a rank to its rounding data: for each parameter's index, the random bits for
+        stochastic rounding and the scales of 8-bit momentum."""
         drawn = [
             [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
             for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
@@ -276,7 +275,7 @@ class Stores:
         return of_rank
 
     def values(self, number: int, rank: int) -> Tensor:
-        """Return the part of a parameter's momentum that a rank stores. 8-bit momentum is dequantized."""
+        """Return a rank's shard of a parameter's momentum, dequantized if it is 8-bit."""
         kept = self.momenta[number][rank]
         return decode(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
 
@@ -298,10 +297,11 @@ def assert_like_the_formula(
     **whole_options: Any,
 ) -> None:
     """Assert that `Muon` in one process, simulated ranks and dense Muon give bitwise identical results over `steps`
-    steps. A parameter steps again after a step without a gradient only if there are three steps.
+    steps.
 
-    The lr changes in each step, and some parameters have no gradient in the first two steps. The gradients of the first
-    two parameters have a row of zeros. On devices other than the CPU, only the momentum is compared bitwise with dense
+    The lr changes in each step. Some parameters have no gradient in the first or the second step, so at least three
+    steps are needed to test that each of them steps again after a missing gradient. The gradients of the first two
+    parameters have a row of zeros. On devices other than the CPU, only the momentum is compared bitwise with dense
     Muon.
     """
     torch.manual_seed(8)

@@ -1,5 +1,5 @@
-"""Comparisons of steps on every layout with reference runs, and figures from the step plans of every layout. Both are
-computed once and shared by all tests that use them."""
+"""Comparisons of optimizer steps with reference runs, and figures from step plans, for every layout. Each result is
+computed once and shared by all tests that use it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
-# Optimizer options for comparisons with a single-process run, and the machine whose speed the planner assumes (None for
-# the actual machine), keyed by number of ranks. For the machine SHARING, the planner lets one replica orthogonalize
-# each matrix and send the result to the other replicas in an additional exchange.
+# Settings for comparisons with a single-process run: optimizer options, and the machine whose speed the planner assumes
+# (None for the actual machine). EXCHANGES is keyed by number of ranks, and MANY_BUCKETS is the default. With the
+# machine SHARING, the planner lets one replica orthogonalize each matrix and send the result to the other replicas in
+# an additional exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
@@ -49,8 +50,8 @@ class Planned:
 
     Attributes:
         counted: Numbers of exchanges, bytes sent and orthogonalized matrices, as counted by `BucketCount.of_plan`.
-        sides: Bytes sent and bytes received, each as a pair (within a node, between nodes). Each of two nodes has half
-            of the ranks.
+        sides: Bytes sent and bytes received, each as a pair (within a node, between nodes). The ranks are assumed to be
+            split evenly over two nodes.
         messages: Number of messages that this rank sends to other ranks in all exchanges.
         digests: Digests of the plan in hex, keyed by the set of ranks that share the digest.
     """
@@ -98,9 +99,9 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
     """Compare a layout with the reference runs. Return one dict per rank, which maps the name of each reference to the
     result of the comparison.
 
-    The reference "dense" is `Muon` in a single process. The `about` attribute of its result contains the rank's plan
-    and the number of messages that the rank sends per step. On 4 ranks, and for every third layout on 2 ranks,
-    torch.optim.Muon is a second reference.
+    The reference "dense" is `Muon` in a single process. The `about` attribute of its result contains figures from the
+    rank's plan and the number of messages that the rank sends per step. On 4 ranks, and for every third layout on 2
+    ranks, torch.optim.Muon is a second reference.
     """
     return RankPool.cached(world).run(_comparisons, layout)
 
@@ -110,10 +111,10 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     """Compare a layout with a single-process run and, on 4 or 2 ranks, with torch.optim.Muon. The comparison with
     torch.optim.Muon uses fp32 on 4 ranks. On 2 ranks, it uses bf16 and runs only for every third layout.
 
-    Other combinations are not needed: the plan does not depend on the reference, and the dtype only changes the plan's
-    byte counts. Later steps reuse the momentum and the plan of the first step.
+    More combinations would test nothing new: the plan does not depend on the reference, and the dtype only changes the
+    plan's byte counts.
     """
-    # Each rank caches reference runs by their arguments. All layouts pass equal arguments, so a reference is computed
+    # Each rank caches reference runs by their arguments, which are equal for all layouts, so each reference is computed
     # only once.
     once: dict[str, Any] = {"lr": 0.02}
     world = dist.get_world_size()
@@ -133,7 +134,8 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = Comparison.with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    # The plans of bf16 weights equal those of fp32 weights, so it is enough to compare every third layout in bf16.
+    # Apart from byte counts, the plans of bf16 weights equal those of fp32 weights, so it is enough to compare every
+    # third layout in bf16.
     elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:
         found["torch bf16"] = Comparison.with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

@@ -72,8 +72,8 @@ def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, 
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
-    """Return the loss on tokens that are the same on all ranks. All ranks therefore have equal gradients, whose mean
-    over 2 or 4 ranks is exact."""
+    """Return the loss on tokens that are the same on all ranks. The ranks' gradients are therefore equal, and their
+    mean over 2 or 4 ranks is exact."""
     return model(torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))).square().mean()
 
 
@@ -90,7 +90,8 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @cache
 def alone(steps: int, **options: Any) -> dict[str, Tensor]:
-    """Train the model in one process, and return its weights. A rank trains it once for all tests."""
+    """Train the model in one process, and return its weights. The result is cached, so that each rank trains the model
+    only once."""
     model = tied()
     train(model, Muon(model, **OPTIONS, **options), range(steps))
     return plain_weights(model)

@@ -1,5 +1,5 @@
-"""Helpers that find the package's functions that run before a collective, and that raise an exception in one of these
-functions at a time.
+"""Helpers for tests that raise an exception in each of the package's functions that run before a collective, one
+function at a time.
 
 The exceptions are raised by a trace function, which Python calls at every function call, including calls of lambdas,
 properties and generators. An exception that the trace function raises appears to come from the called function, before
@@ -116,7 +116,7 @@ def _sorting(file: str) -> frozenset[int]:
         for child in ast.iter_child_nodes(node):
             walk(child)
 
-    # A file without such functions is not parsed, because parsing all files would take longer than most calls.
+    # Do not parse a file without functions in TRANSPORT, because parsing all files would take longer than most calls.
     for node in ast.walk(ast.parse(Path(ROOT, file).read_text() if listed else "")):
         if isinstance(node, ast.FunctionDef) and node.name in listed:
             walk(node)
@@ -126,8 +126,8 @@ def _sorting(file: str) -> frozenset[int]:
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
     """Return the package's functions that `call()` enters after the function `begin` and before the first collective.
 
-    If `last` is given, return the functions before the last collective that runs before the function `last` is entered.
-    With last="<end>", return all functions up to the end of the call.
+    If `last` is given, stop when the function `last` is entered, and return the functions that were entered before the
+    most recent collective. With last="<end>", return all functions up to the end of the call.
     """
     # Each entry of `found` is a function and the number of collectives that ran before the function was entered.
     found: list[tuple[Place, int]] = []
@@ -172,8 +172,8 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         code = frame.f_code
         if not state["begun"]:
             state["begun"] = code.co_name == after and code.co_filename.startswith((ROOT, SATELLITES))
-        # Compare the line numbers of the called function and of `place` first, because `Place.of` hashes the code
-        # object, which would be slow for every call.
+        # Compare only the line numbers first, because `Place.of` hashes the code object, which would be slow for every
+        # call.
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
@@ -255,8 +255,8 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """Gather two flags from every rank: whether its call raised an error, and whether it ran the function in which the
-    exception was to be raised. Before its flags, each rank sends a fixed number, so that a rank in a different
+    """Gather two flags from every rank: whether its call raised an error, and whether it reached the function call in
+    which the exception was to be raised. Each rank sends a fixed number before its flags, so that a rank in a different
     collective is detected."""
     number = 0x5EED0F7E57
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
@@ -295,8 +295,8 @@ def plant(
         call: A call that enters the function `begin` before any of the functions in `known`.
         held: Function that returns all values that `call` must leave unchanged if it raises an error.
         before: Function that prepares each call. Its argument is an index into `known`.
-        again: If True, `call` runs once more for every fourth function. The exception is then raised when the function
-            is entered for the third time.
+        again: If True, `call` runs once more for every fourth function, and the exception is raised in the third call
+            to this function.
 
     Returns:
         The functions in which an exception went unnoticed, and the number of exceptions that caused an error on all
@@ -347,8 +347,8 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
         groups = [(group, list(group["params"])) for group in optimizer.param_groups]
 
         def held() -> dict[str, object]:
-            # A step that raises an error may leave the framework's own parameter groups in the optimizer, so the
-            # original groups are put back.
+            # A step that raises an error may leave the framework's own parameter groups in the optimizer. Restore the
+            # original groups.
             optimizer.param_groups = [group for group, _ in groups]
             for group, params in groups:
                 group["params"] = params

@@ -62,7 +62,7 @@ class Spec(NamedTuple):
 
 def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
     """Return a parameter group for each set of ranks that contains this rank. Each group has two trained matrices and,
-    with `frozen`, a frozen one."""
+    if `frozen` is True, a frozen one."""
     found = []
     for ranks in sets:
         if dist.get_rank() in ranks:
@@ -173,7 +173,7 @@ class Job:
         """Compare the weights and the state with this rank's shards of an unsharded job's weights and state. Return the
         parameter name and the key of every tensor that differs."""
         wrong = []
-        # Every rank stores the full state of post-processing stages (NorMuon, ..).
+        # Every rank stores the full state of post-processing stages (such as NorMuon).
         whole = ("step", *KEPT_KEYS)
         cuts = {spec.name: spec.cut for spec in self.specs.values()}
         for name, mine in self.named().items():
@@ -269,7 +269,7 @@ def in_gradient(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Ten
 def in_storage(
     make: Callable[[Tensor], Tensor], *, grads: bool = True, of: Callable[[Job], Tensor] = lambda job: job.first
 ) -> Callable[[Job], None]:
-    """Return a fault that replaces the data of a parameter and, with `grads`, also the data of its gradient."""
+    """Return a fault that replaces the data of a parameter and, if `grads` is True, of its gradient."""
 
     def do(job: Job) -> None:
         p = of(job)

@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
 
 def peak_of(function: Callable[[], object]) -> int:
     """Return the peak bytes of the storages that `function` creates. Meanwhile, exchanges run synchronously on copies
-    that do not count ([Note: tensors that gloo still holds])."""
+    that are not counted ([Note: tensors that gloo still holds])."""
     exchange = dist.all_to_all_single
 
     def all_to_all_single(recv: Tensor, send: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:

@@ -73,8 +73,8 @@ def _quiet_import() -> Iterator[None]:
 
 @lru_cache
 def _group_of(world: dist.ProcessGroup, number: int, ranks: tuple[int, ...], make: Any = dist.new_group) -> Any:
-    """Return process group `number` of the given ranks, which later tests use again. Megatron asks for dozens of
-    groups, and a group is slow to connect and keeps files open."""
+    """Create process group number `number` of the given ranks, and cache it for later tests. Megatron asks for dozens
+    of groups, and a group is slow to connect and keeps files open."""
     return make(list(ranks))
 
 
@@ -93,7 +93,7 @@ def megatron(**sizes: int) -> Iterator[None]:
         numbers: Any = defaultdict(itertools.count)
 
         def group(ranks: Iterable[int], **_: Any) -> Any:
-            # Megatron's groups of the same ranks stay different groups.
+            # Megatron may create several groups of the same ranks. Number them, so that they remain separate groups.
             return _group_of(dist.group.WORLD, next(numbers[tuple(ranks)]), tuple(ranks))
 
         with mock.patch.object(dist, "new_group", group):
@@ -282,7 +282,7 @@ class Job:
         self.models = models
         self.params = named(models)
         for name, p in self.params.items():
-            # Each rank has different experts, so the weights of experts depend on the rank.
+            # Expert-parallel ranks store different experts, so draw different weights on each of these ranks.
             if not getattr(p, "allreduce", True):
                 p.data.copy_(drawn(p.shape, seed + self.expert_rank + len(name)))
         self.cuts = {name: Cut(p) for name, p in self.params.items()}

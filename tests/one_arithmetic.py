@@ -38,7 +38,7 @@ def drawn() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
 
 
 def stepped_alone(apart: bool = False) -> dict[str, str]:
-    """Return digests of the weights after two steps in one process. With `apart`, each matrix has its own
+    """Return digests of the weights after two steps in one process. If `apart` is True, each matrix has its own
     optimizer."""
     full, grads = drawn()
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}

@@ -369,7 +369,7 @@ def _kept(job: Job, key: str) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, a description of the job in which it is planted, and everything that the audit must report."""
+    """A fault, the job in which it is planted, and the findings that the audit must report."""
 
     plant: Plant
     names: set[str]
@@ -559,8 +559,8 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    # A rank on which the audit cannot read tensors still sends as many elements as the other ranks expect, so that they
-    # do not wait forever.
+    # If the audit cannot read tensors on a rank, this rank still sends as many elements as the other ranks expect, so
+    # that they do not wait forever.
     "reading fails on one rank": Fault(
         replaced("_elements", _failing_after_the_step, live.StepAudit, rank=1),
         {"audit_failed", "not_finite"},
@@ -643,9 +643,9 @@ _SOUND: set[str] = set()  # combinations of model and options for which a correc
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
     """Audit a step in which a fault is injected.
 
-    If `first` is True, the fault is injected in the first step. Otherwise, it is injected in the third step, and the
-    second step, which is correct, is audited as well. The audit of the second step must report nothing. It runs only
-    once for all faults with the same model and options.
+    If `first` is True, the fault is injected in the first step. Otherwise, it is injected in the third step. The
+    correct second step is then audited as well, once for all faults with the same model and options, and must have no
+    findings.
     """
     fault = FAULTS[name]
     options = options | fault.options
@@ -670,7 +670,7 @@ def caught_all(
     device: str = "cpu",
     first: bool = False,
 ) -> dict[str, AuditReport]:
-    # Faults of the layout "single" concern no other rank, so only rank 0 plants them.
+    # With the layout "single", ranks do not communicate, so only rank 0 plants the fault.
     with meshes_on(device):
         return {
             name: caught(name, rows, first, **options)
@@ -681,7 +681,6 @@ def caught_all(
 
 def check_caught(name: str, found: Sequence[Mapping[str, AuditReport]]) -> None:
     fault = FAULTS[name]
-    # `found` contains the reports of each rank.
     reports = [of_rank[name] for of_rank in (found[:1] if fault.layout == "single" else found)]
     for report in reports:
         assert report == reports[0], "ranks disagree"

@@ -1,4 +1,4 @@
-"""A context manager for the process-wide default dtype and device of torch."""
+"""A context manager that sets torch's process-wide default dtype or device."""
 
 from __future__ import annotations
 

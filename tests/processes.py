@@ -1,5 +1,5 @@
-"""Ranks that run a script in separate OS processes. These processes exit normally, unlike the ranks of a `RankPool`,
-which exit through `os._exit`. All ranks are forked by one process that has already imported torch."""
+"""A helper that runs a script in a separate OS process for each rank. These processes exit normally, unlike the ranks
+of a `RankPool`, which exit through `os._exit`. All ranks are forked by one process that has already imported torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ while asked := sys.stdin.readline():
         exec(compile(sys.argv[0], "script", "exec"), {"__name__": "__main__"})
         break
 """
-# A list with the process that forks ranks. The list is empty until the process is started.
+# A list whose only element is the process that forks ranks. It is empty until this process is started.
 _parent: list[subprocess.Popen[str]] = []
 
 

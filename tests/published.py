@@ -1,4 +1,4 @@
-"""Functions that use `foresight` to predict the published measurements that are listed in data/published.yaml."""
+"""Predictions of the published measurements in data/published.yaml, made with shardmuon's cost model (`foresight`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def decoder(*sizes: int, **others: Any) -> dict[str, Any]:
-    """Return a config of a decoder-only transformer. The positional arguments are the sizes named in `_SIZES`, followed
-    by `intermediate_size`."""
+    """Return the config of a decoder-only transformer. `sizes` are the values of the fields listed in `_SIZES`,
+    followed by that of `intermediate_size`."""
     return {**dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True)), **others}
 
 
@@ -34,7 +34,7 @@ QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True,
 
 
 def rounded(text: str) -> Interval:
-    """Return the interval of numbers that are rounded to `text`, such as "1.2B"."""
+    """Return the interval of numbers that round to `text` (for example, "1.2B")."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     # The published figures 400M and 800M are rounded to hundreds of millions.
     half = 50.0 if text[-1] == "M" else half
@@ -42,8 +42,8 @@ def rounded(text: str) -> Interval:
 
 
 def _standard(exact: Exact) -> float:
-    """Return the FLOPs of orthogonalizing each matrix once with standard Newton-Schulz, as counted in the published
-    figures."""
+    """Return the FLOPs needed to orthogonalize all of a model's matrices once with standard Newton-Schulz, as counted
+    in the published figures."""
     found = ((c.count, m) for c in exact.classes for bucket in c.buckets for m in bucket.matrices)
     return sum(count * m.num * flops("standard", m.rows, m.cols, KELLER, torch.bfloat16, _GPU) for count, m in found)
 
@@ -90,15 +90,14 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # The standard method and the Gram method are assumed to reach the same fraction of the peak rate. Each time is an
-    # interval. So one end of the returned interval is the ratio of the lower ends, and the other end is the ratio of
-    # the upper ends.
+    # Both methods are assumed to reach the same fraction of the peak rate. One end of the returned interval is
+    # therefore the ratio of the two lower time bounds, and the other end is the ratio of the two upper bounds.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 
 def extra_flops() -> Interval:
-    """Return the number c for which orthogonalizing a square matrix of side d takes c d / B times the FLOPs of training
-    its elements on B tokens. Training takes 6 N B FLOPs for N elements."""
+    """Return the factor c in c d / B, which is the ratio of two FLOP counts: orthogonalizing a d x d matrix, and
+    training with this matrix on B tokens. Training takes 6 N B FLOPs for N parameters."""
     d = 4096
     found = flops("standard", d, d, KELLER, torch.bfloat16, _GPU) / (6 * d * d) / d
     return found, found

@@ -38,16 +38,15 @@ _AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
 # The machine PAIRS has two ranks per node, and APART has one. The network between nodes is extremely slow, so each
 # replica orthogonalizes all matrices itself instead of exchanging results with other replicas.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# Each replica orthogonalizes all matrices itself only if this saves at least three times the inter-node latency. On the
-# machine SHARING, this latency is so large that nothing saves enough, so the replicas always divide the matrices among
-# themselves.
+# A replica orthogonalizes all matrices itself only if this saves at least three times the inter-node latency. On the
+# machine SHARING, the latency is too large for that, so replicas always divide the matrices among themselves.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
-    """Return a context in which the planner uses the compute and network rates of `machine`, or the real rates if
-    `machine` is None."""
+    """Return a context manager that makes the planner use the compute and network rates of `machine`, or the real rates
+    if `machine` is None."""
     return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
@@ -57,7 +56,7 @@ def quick_plans() -> Any:
     return mock.patch.object(planner, "_NUMS", (1, 4))
 
 
-# With the rates of the machine PAIRS, each replica of the layouts in REPLICATED orthogonalizes all matrices itself.
+# Layouts in which each replica orthogonalizes all matrices itself if the planner uses the rates of the machine PAIRS.
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
@@ -67,7 +66,7 @@ def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
 
 
 def stored(of_rank: Sequence[Held], whole: Tensor) -> Tensor:
-    """Return the tensor in which a rank stores its part of a full tensor."""
+    """Return the local tensor of a rank, which contains the rank's part of a full tensor."""
     places = []
     for piece, local in of_rank:
         if isinstance(piece, FlatRange):
@@ -199,14 +198,14 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
 
 
 def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int = 3) -> list[tuple[str, str]]:
-    """Return a subset of all (case, layout) pairs. Each case is paired with every `every`-th layout, and each layout
-    with every `every`-th case."""
+    """Return a subset of all (case, layout) pairs. Each case is paired with one in `every` layouts, and each layout
+    with one in `every` cases."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return a `pytest.param` for each row of test arguments. Every `every`-th row is marked `numeric`, so that it runs
+    """Return a `pytest.param` for each row of test arguments. One in `every` rows is marked `numeric`, so that it runs
     with both bf16 and fp32 matmuls. A subset is enough, because the matmul dtype does not change which rank
     orthogonalizes a matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
@@ -226,7 +225,7 @@ def planned(
     # indices of parameters whose matrices are exchanged in fp64, as if the parameters were fp64
     wide: Collection[int] = (),
 ) -> Plan:
-    """Make the plan of a step on parameters with the given layouts and options."""
+    """Plan a step on parameters with the given layouts and options."""
 
     def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
         sizes = [(m.rows, m.cols) for m in layout.view.matrices]
@@ -298,7 +297,7 @@ class SimulatedRanks:
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
         said = [Settings.of(group) for group in groups]
-        # Groups with equal options share one `Settings` object, because one list operation can process tensors of
+        # Groups with equal options share one `Settings` object, because a foreach operation can process tensors of
         # several groups only if the groups share that object.
         settings = [said[said.index(one)] for one in said]
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
@@ -329,8 +328,8 @@ class SimulatedRanks:
                 )
                 for rank, program in programs.items()
             ]
-            # `runs` has one iterator per rank. In each iteration of the loop, every simulated rank runs one phase of
-            # its program for the bucket.
+            # `runs` has one iterator per rank. Each iteration of the loop runs one phase of the bucket on every
+            # simulated rank.
             while runs:
                 runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(len(b.items) for program in programs.values() for b in program.batches)

@@ -40,7 +40,7 @@ def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
 
 
 def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # returns a tensor of shape (rows, cols) in fp64
-    """Return a matrix with a known spectrum.
+    """Return a matrix with the given kind of spectrum.
 
     The kind "gauss" has standard normal entries. The kind "log" has log-spaced singular values from 1 to 1e-3, and
     "power" has singular values 1/i. The kind "rank r" is a product of two normal matrices and has rank r.

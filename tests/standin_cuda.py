@@ -1,7 +1,7 @@
 """CPU stand-ins for the parts of torch.cuda that Megatron's Python code needs: one device, and streams that do nothing.
 
-The tests check that shardmuon reads the objects that Megatron builds. Races between streams cannot be found, because
-all work runs in order.
+With them, tests can check that shardmuon works with the objects that Megatron builds. Tests cannot find races between
+streams, because all work runs in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# The only stream and the only event: to make a MagicMock is slow, because each has a class of its own.
+# A single mock stands in for all streams and events. Creating a MagicMock is slow, because each one gets its own class.
 _NOTHING = mock.MagicMock(device=torch.device("cpu"), cuda_stream=0)
 
 
@@ -26,7 +26,7 @@ def _on_cpu(device: object) -> object:
 
 
 class _OnCpu(TorchFunctionMode):
-    """A `TorchFunctionMode` that replaces CUDA devices with the CPU in calls of torch functions."""
+    """A `TorchFunctionMode` that replaces CUDA devices with the CPU in calls to torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

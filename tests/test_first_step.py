@@ -113,9 +113,8 @@ GIVEN: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_is_likely_given_by_mistake_is_refused_with_what_to_write(name: str) -> None:
-    """If a user passes a wrong argument that is a likely mistake, such as `model.parameters()`, the error must tell the
-    user what to write instead. Sets of parameters or options are rejected, too, because the order of a set differs
-    between processes."""
+    """If a user makes a likely mistake, such as passing `model.parameters()`, the error must say what to write instead.
+    Sets of parameters or options are rejected, too, because the order of a set differs between processes."""
     act, kind, says = GIVEN[name]
     with pytest.raises(kind, match=says):
         act()
@@ -192,9 +191,9 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
 
 
 def _before_fully_shard() -> tuple[list[str], list[str], list[str]]:
-    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return the warnings that this rank
-    gets in the first and in the second step, and those in a step without gradients of a weight that has a single row,
-    which only rank 0 stores."""
+    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return three lists of warnings that
+    this rank gets: in the first step, in the second step, and in a step of another optimizer. The only parameter of
+    that optimizer has no gradient and a single row, which rank 0 stores."""
     optimizer = Muon(model := _model(), lr=0.02)
     fully_shard(model)
     _backward(model, dist.get_rank())

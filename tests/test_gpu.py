@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard"},
     "gram": {"method": "gram"},
 }
-# A batch is padded to 64 matrices, so tests on the simulated device use a model of smaller matrices to save time.
+# Batches are padded to 64 matrices, so tests on the simulated device use a smaller model to save time.
 SMALL = {"d": 64} if NUM_GPUS else {"d": 16, "layers": 1}
 
 
@@ -175,7 +175,7 @@ def test_planted_faults_are_named_on_a_device(products: str) -> None:
 def test_the_script_times_every_contender_and_names_those_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script = importlib.import_module("gpu")
-    # The profiler and the memory statistics need a real device.
+    # Replace the profiler and the memory statistics, which need a real device.
     monkeypatch.setattr(script, "kernels_of", lambda step: 7)
     monkeypatch.setattr(script, "bytes_above", lambda device, step: 0)
     with CudaShape():

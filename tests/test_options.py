@@ -55,7 +55,7 @@ def test_positional_arguments_are_torch_optim_muons() -> None:
     wanted = [p.replace(default=None) if p.name == "lr" else p for p in theirs[:same]]
     assert [(p.name, p.kind, p.default) for p in ours[:same]] == [(p.name, p.kind, p.default) for p in wanted]
     assert {p.kind for p in ours[same:-1]} == {inspect.Parameter.KEYWORD_ONLY}
-    # The annotation `NoReturn` makes type checkers refuse every unknown keyword.
+    # The annotation `NoReturn` makes type checkers reject every unknown keyword.
     assert str(ours[-1]) == "**unknown: 'NoReturn'"
 
 

@@ -169,7 +169,7 @@ def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype = t
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
 
-def power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64, overwritten
+def power_of_two(size: Tensor) -> Tensor:  # nonnegative fp32 or fp64 tensor; overwritten
     """Round each number down to a power of two by masking its mantissa bits. Numbers below the smallest normal number
     become the smallest normal number. Infinity and NaN become infinity, so dividing an infinite or NaN element by the
     result gives NaN."""

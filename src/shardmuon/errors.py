@@ -58,12 +58,13 @@ class ExchangeError(RuntimeError):
             raise cls.of(error, where(), damage) from error
 
 
-# out-of-memory errors are re-raised without a change of class, so that callers can catch them
+# out-of-memory errors keep their class when they are re-raised, so that callers can catch them
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def stays_itself(error: BaseException) -> bool:
-    """True for interrupts and out-of-memory errors. The rank on which they occur re-raises them unchanged."""
+    """Return True for interrupts and out-of-memory errors, which are re-raised unchanged on the rank where they
+    occur."""
     return isinstance(error, _OUT_OF_MEMORY) or not isinstance(error, Exception)
 
 
@@ -105,8 +106,7 @@ def about(name: str) -> Iterator[None]:
     try:
         yield
     except _OUT_OF_MEMORY as wrong:
-        # `fault_text` later reads the attribute `_shardmuon_at` and puts its value, the parameter's name, in front of
-        # the message.
+        # `fault_text` puts `_shardmuon_at`, the parameter's name, in front of the error message.
         wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")
         raise
     except Exception as wrong:

@@ -27,7 +27,6 @@ class Weight(NamedTuple):
         name: Name of the parameter in the user's model.
         param: The tensor that the user passed to the optimizer, or `stored` if that tensor is not known.
         stored: The tensor that the optimizer updates: the parameter itself, a copy of it, or a part of a flat buffer.
-            An engine (a class that reads the layout of parameters) supports this tensor.
         group: The options of the weight's parameter group.
         now: True if the latest call to `step` updated the weight.
     """
@@ -72,7 +71,7 @@ class Host:
         groups, because merged groups do not show which parameters Muon updates and which AdamW updates."""
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """Hook called after a parameter group has been added. `names` are the names of the group's parameters."""
+        """Hook that is called after a parameter group has been added. `names` lists the names of its parameters."""
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict into the optimizer while this host (framework integration) is active. The state dict must
@@ -80,8 +79,8 @@ class Host:
         Optimizer.load_state_dict(core, dict(state_dict))
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has returned. The state dict
-        contains the optimizer's own state tensors, and copies of the groups."""
+        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has returned. Its state
+        tensors are the optimizer's own, whereas its groups are copies."""
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
         """Return a function to run instead of a step, or None to take the step as usual. A function is returned only if
@@ -115,8 +114,8 @@ class Host:
         return True
 
     def restore_groups(self, core: Any) -> None:
-        """After an error in the middle of a step, restore the parameter groups to the form that they have between
-        steps."""
+        """Restore the parameter groups to the form that they have between steps. Called after an error in the middle of
+        a step."""
 
     def plans(self, core: Any) -> tuple[Plan, ...]:
         """Return the optimizer's current plans (assignments of matrices to ranks). The tuple is empty before the first
@@ -171,7 +170,7 @@ class Hosts(list[Host]):
 
     @staticmethod
     def clipped(params: Iterable[Tensor]) -> str | None:
-        """Return an error message if some framework clips the gradients of any of the given parameters itself, because
-        the user must not clip them a second time. Return None if no framework does."""
+        """Return an error message if a framework itself clips the gradients of any of these parameters, because users
+        must not clip them a second time. Otherwise, return None."""
         found = {name for param in params for name in vars(param)}
         return next((host.clipping for host in _HOSTS if not found.isdisjoint(host.marks)), None)

@@ -1,6 +1,5 @@
 """Options of the whole optimizer and of parameter groups, and checks of their values. `Settings` is a frozen copy of a
-group's options, which is rebuilt only when the options change. The functions of this module do not communicate with
-other ranks.
+group's options and is rebuilt only when the options change. No function in this module communicates with other ranks.
 
 A learning rate can be a tensor. Every step reads the tensor's value, because ranks compare their learning rates. If the
 tensor is on an accelerator, this read waits for the accelerator.
@@ -34,7 +33,8 @@ from shardmuon.variants import Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
 
-# Function that takes an option's value and returns the end of an error message, or "" if the value is valid.
+# Function that checks an option's value. It returns "" if the value is valid, and otherwise the end of an error
+# message.
 _FaultOf = Callable[[Any], str]
 
 
@@ -53,7 +53,7 @@ def _number(most: float = math.inf) -> _FaultOf:
     text = "must be finite and at least 0" if most == math.inf else f"must be from 0 to {most:g}"
 
     def fault_of(value: Any) -> str:
-        # `float` would accept the string "0.1", on which learning-rate schedulers would fail later
+        # reject strings: `float` accepts "0.1", but learning-rate schedulers cannot compute with a string
         if isinstance(value, str):
             return "is text, not a number. Write it without quotes"
         if isinstance(value, Tensor) and value.numel() != 1:
@@ -85,8 +85,7 @@ def _only(wanted: bool, why: str) -> _FaultOf:
 
 _TRUTH = _one_of(True, False)
 
-# Dict from the name of an option to the function that checks its value. The options of the whole optimizer come first,
-# followed by the options of parameter groups.
+# Dict from the name of an option, of the optimizer or of a parameter group, to the function that checks its value.
 _CHECKS: dict[str, _FaultOf] = {
     "method": _one_of(*get_args(MethodName)),
     "ns_dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -111,8 +110,8 @@ _CHECKS: dict[str, _FaultOf] = {
 
 
 def _check_values(where: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first option of the optimizer or of a group that has an invalid value. The message
-    starts with `where`."""
+    """Raise ValueError if an option of the optimizer or of a parameter group has an invalid value. The message starts
+    with `where` and names the first such option."""
     for key, fault_of in _CHECKS.items():
         fault = fault_of(options[key]) if key in options else ""
         if fault:
@@ -124,8 +123,7 @@ def _check_values(where: str, options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Options of the whole optimizer. Each field is a keyword argument of `shardmuon.Muon`, whose docstring explains
-    the field.
+    """Options of the whole optimizer. Each field is a keyword argument of `shardmuon.Muon` and is documented there.
 
     Raises:
         ValueError: An option is invalid.
@@ -150,14 +148,14 @@ class MuonConfig:
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
 
     def stored(self) -> str:
-        """Format the options of stored momentum (`STORED`) that differ from their defaults. Return an empty string if
-        there are no such options, or if the only one is `momentum_dtype=torch.float32`."""
+        """Format the non-default options that determine how momentum is stored (`STORED`). Return an empty string if
+        there are none, or only `momentum_dtype=torch.float32`."""
         found = {key: value for key, value in self.changed().items() if key in self.STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
 
     def text(self) -> str:
-        """Format the options that differ from their defaults, without `momentum_device`, which is the only option that
-        can differ between ranks."""
+        """Format the options that differ from their defaults, as text that ranks compare. Leave out `momentum_device`,
+        the only option that can differ between ranks."""
         return " ".join(f"{key}={value}" for key, value in self.changed().items() if key != "momentum_device")
 
 
@@ -166,8 +164,9 @@ _CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-# Dict from a value of `adjust_lr_fn` to the function that computes the factor for lr from the shape (rows, cols) of a
-# matrix. docs/learning_rate.md explains the formulas, and lists libraries that use the same names for other formulas.
+# Dict from each value of `adjust_lr_fn` to a function that takes the shape (rows, cols) of a matrix and returns the
+# factor by which lr is multiplied. docs/learning_rate.md explains the formulas, and lists libraries that use the same
+# names for other formulas.
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # the learning-rate scale of Keller Jordan's Muon, and of torch.optim.Muon with adjust_lr_fn="original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
@@ -186,7 +185,7 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_groups": 1,
     "transposed": False,
 }
-# Group options whose values are process groups and that apply only to plain (not DTensor) tensors. Checkpoints do not
+# Group options whose values are process groups. They apply to plain tensors, not to DTensors. Checkpoints do not
 # contain these options, because a checkpoint can be loaded with a different sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
 # AdamW's defaults must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change
@@ -202,8 +201,8 @@ ONLY_MUON = (
     *VIEW_DEFAULTS,
 )
 GROUP_OPTIONS = ("use_muon", "lr", "weight_decay", *ONLY_MUON, *ADAMW_DEFAULTS, *PLACE_OPTIONS)
-# Dict from keys that are not group options, but that users are likely to write in a group, to the text that follows the
-# key in the error message.
+# Keys that users are likely to write in a parameter group by mistake. Each value is the text that follows the key in
+# the error message.
 ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "
@@ -280,7 +279,7 @@ SETS = (set, frozenset, WeakSet)  # the iteration order of sets can differ betwe
 
 
 def refuse_sets(where: str, given: object, write: str) -> None:
-    """Raise TypeError if `given` is a set of parameters. The message starts with `where` and suggests passing `write`
+    """Raise TypeError if `given` is a set. The message starts with `where` and suggests `write`, such as "a list",
     instead.
 
     Ranks match parameters by position. Since the order of a set differs between processes, ranks would combine shards
@@ -296,8 +295,8 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError for the first invalid option of a group. The message starts with `where`. The options of both
     Muon and AdamW are checked in every group, since users can change `use_muon` later."""
-    # If lr or weight_decay is missing, this line raises KeyError before anything changes. Without this check, the
-    # error would occur only in the AdamW step, after Muon has changed matrices.
+    # Read lr and weight_decay here, so that a missing key raises KeyError before anything changes. Otherwise, the error
+    # would occur only in the AdamW step, after Muon has changed matrices.
     _check_values(where, {"lr": group["lr"], "weight_decay": group["weight_decay"], **group})
     if not group.get("use_muon", True):
         return
@@ -316,14 +315,14 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------ a group in one step
 
-# Immutable types of option values. Settings of groups that contain other types, such as tensors or lists, cannot be
+# Immutable types of option values. If a group contains other types, such as tensors or lists, its settings cannot be
 # cached, because such values can change in place.
 _LASTING = {type(None), bool, int, float, str, tuple, GroupRef}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of one group of matrices in the current step.
+    """Frozen copy of the options of one parameter group that Muon updates.
 
     Attributes:
         lr: Learning rate as a float.
@@ -373,7 +372,7 @@ class Settings:
 
     @cached_property
     def text(self) -> str:
-        """Format the settings as text that ranks compare to find out whether their settings differ."""
+        """Format the settings as text. Ranks compare their texts to detect different settings."""
         # an fp64 tensor is formatted like a Python float, since both have the same precision
         kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
         return (
@@ -384,8 +383,8 @@ class Settings:
 
 
 def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
-    """Determine the matrices of a parameter from the options of its group. Raise ValueError, with the parameter's name,
-    if the options do not match the parameter's shape."""
+    """Determine the matrices that a parameter contains from its shape and the options of its group. Raise ValueError,
+    with the parameter's name, if the options do not match the shape."""
     with about(name):
         engine = engine_for(param, group)
         shape = engine.shape(param)
@@ -400,7 +399,7 @@ def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
 
 
 class OptionsReader:
-    """Reader of the options of an optimizer's groups, which caches the settings of each group until the group's options
+    """Cache of the settings of an optimizer's parameter groups. The settings of a group are rebuilt when its options
     change."""
 
     def __init__(self) -> None:
@@ -440,8 +439,8 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Copy and check a parameter group that the user has passed. In the copy, parameters are in a list, process groups
-    are `GroupRef`s, and options that the user has not set have default values. `known`: groups that the optimizer
-    already has.
+    are `GroupRef`s, and options that the user has not set have default values. `known` contains the groups that the
+    optimizer already has.
 
     Raises:
         TypeError: The group is not a dict, its parameters are in a set, or a parameter is not a tensor or has an
@@ -463,8 +462,8 @@ def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str,
 
 
 def _check_group(known: Sequence[Group], group: Group, given: Collection[str], defaults: Mapping[str, Any]) -> None:
-    """Check a group in which every option has a value, and raise TypeError or ValueError if the group is invalid.
-    `given` contains the keys that the user has set."""
+    """Check a parameter group whose missing options have been filled in with defaults. Raise TypeError or ValueError if
+    the group is invalid. `given` contains the keys that the user has set."""
     index = len(known)
     params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
     names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []
@@ -491,8 +490,8 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
                 engine.cut(p)  # raises ValueError if the parameter's attributes describe an invalid sharding
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
-        # A group with all of Muon's options was copied from another optimizer's `param_groups`. The user did not set
-        # these options by hand, so they are allowed although they have no effect under AdamW.
+        # If a group has all of Muon's options, it was probably copied from another optimizer's `param_groups`. The user
+        # did not choose these options, so allow them although they have no effect under AdamW.
         elif meaningless and not set(ONLY_MUON).issubset(given):
             raise ValueError(
                 f"{name}: {meaningless} are options of matrices, but the group says use_muon=False, which is AdamW. "

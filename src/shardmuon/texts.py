@@ -6,8 +6,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-# Dict from the name that another library (DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel) uses for
-# an option to the name of the same option in this package.
+# Dict from an option's name in another library (DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers or Automodel)
+# to its name in this package.
 _SPELLINGS = {
     "mu": "momentum",
     "heads": "split_sizes",
@@ -27,8 +27,9 @@ _SPELLINGS = {
 
 
 def did_you_mean(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str:
-    """Format a suggestion to append to an error message: the allowed name of the option that other libraries call
-    `key`, or else the allowed name that is closest to `key` in spelling. Return an empty string if no name is close."""
+    """Format a "did you mean" suggestion for an unknown name `key`, to append to an error message. If `key` is another
+    library's name for an allowed option, suggest this option. Otherwise, suggest the allowed name with the most similar
+    spelling. Return an empty string if no name is similar."""
     known = _SPELLINGS.get(key)
     close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]}?)" if close else ""

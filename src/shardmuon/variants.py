@@ -104,16 +104,16 @@ class Norms:
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative, shape (B, L); each result has shape (B, 1)
-        """Sum each tensor's values separately for each matrix. Each tensor has one value per row or column of every
-        matrix."""
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:
+        """Sum nonnegative values over the lines (rows or columns) of each matrix. Each given tensor has one value per
+        line, shape (B, L), and each result has one sum per matrix, shape (B, 1)."""
         lines = [_aligned(row) for one in several for row in one.unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
 
     def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or, if `means` is known, (B, L)
-        """Update the norms to account for a multiplication of the matrices by `factor`, which has one number per matrix
-        or per line (row or column)."""
+        """Update the norms as if the matrices were multiplied by `factor`, which has one number per matrix or per line
+        (row or column)."""
         if self.means is None:
             self._whole = self.whole * factor
         else:
@@ -126,7 +126,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _line_norms(
-    x: Tensor,  # (B, m, n), only read
+    x: Tensor,  # shape (B, m, n), not modified
     dim: int,  # -1 for the norms of rows, -2 for the norms of columns
     out: Tensor | None = None,
 ) -> Tensor:  # returns shape (B, m) or (B, n), at least fp32
@@ -151,7 +151,7 @@ class Stage:
     as equal. Ranks compare their stages by `repr`, and matrices can share a batch only if their stages are equal.
 
     Attributes:
-        key: Key of the stage's state in the optimizer's state; "" for a stage without state.
+        key: Key under which the optimizer state contains the stage's state; "" for a stage without state.
         travels: True if the rank that orthogonalizes a matrix changes the state, and sends it to all other ranks that
             share the parameter.
         decays: False if the stage cancels the effect of weight decay. Such a stage cannot be combined with weight
@@ -166,8 +166,8 @@ class Stage:
         return f"{type(self).__name__}()"
 
     def num_kept(self, rows: int, cols: int) -> int:
-        """Return the number of fp32 values that the stage stores for a matrix of this shape; 0 if the stage has no
-        state."""
+        """Return the number of fp32 values that the stage stores for a matrix of shape (rows, cols); 0 if the stage has
+        no state."""
         return 1 if self.key else 0
 
 
@@ -206,7 +206,7 @@ class AfterStage(Stage):
         self,
         # norms of the B matrices after multiplication by the factors of all earlier post-processing stages
         norms: Norms,
-        kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept)
+        kept: Tensor,  # the stage's state, shape (B, num_kept), fp32; updated in place
     ) -> Tensor:  # (B, 1), or (B, L) if `of_lines`; in the dtype of the norms
         """Compute the factor by which each matrix or each line (row or column) is multiplied.
 
@@ -229,8 +229,8 @@ class AfterStage(Stage):
 def scaled_(
     stages: Sequence[AfterStage],  # post-processing stages (such as NorMuon), at least one
     x: Tensor,  # (B, rows, cols), scaled in place
-    # Dict from a stage's key to the state tensors of the matrices, each of shape (num_kept,), fp32, on any device;
-    # updated in place.
+    # Dict from a stage's key to one fp32 state tensor of shape (num_kept,) per matrix. The state can be on any device,
+    # and is updated in place.
     kept: Mapping[str, Sequence[Tensor]],
 ) -> None:
     """Apply several post-processing stages in succession, with only two passes over the matrices: the first pass
@@ -279,9 +279,10 @@ class WeightStage(Stage):
 
 # --------------------------------------------------------------------------------------------------------------- MuonEq
 
-# A row norm between these bounds is accurate if it is computed in fp32. A norm above the lower bound has a square above
-# 2^-80. Squares of elements that underflow are below 2^-126, so 2^20 of them add up to less than 2^-106, which is less
-# than 2^-26 of the squared norm. A norm below the upper bound has a square below 2^80, far from overflow.
+# A row norm between these bounds is accurate if it is computed in fp32. If a norm is above the lower bound, its square
+# is above 2^-80. The squares of elements that underflow are below 2^-126. Even 2^20 such squares add up to less than
+# 2^-106, a fraction of less than 2^-26 of the squared norm. If a norm is below the upper bound, its square is below
+# 2^80, far from overflow.
 _LOW, _HIGH = 2.0**-40, 2.0**40
 
 
@@ -299,11 +300,11 @@ class MuonEq(BeforeStage):
     """
 
     def run_(self, x: Tensor) -> None:
-        # On CPUs, this fast path reduces the time of a step by 3% on a model of width 384 with fp32 products.
+        # This fast path for CPUs makes a step 3% faster on a model of width 384 with fp32 products.
         if x.device.type == "cpu":
             norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
-            if float(low) > _LOW and float(high) < _HIGH:  # false if the norm of any row is 0 or NaN
+            if float(low) > _LOW and float(high) < _HIGH:  # False if any row norm is 0 or NaN
                 x.mul_(norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
                 return
         _unit_anyway_(x)
@@ -311,11 +312,11 @@ class MuonEq(BeforeStage):
 
 def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     """Divide each row by its norm and by the square root of the number of nonzero rows, in place. The result is correct
-    for values of any magnitude, and the function does not synchronize with the device.
+    for values of any magnitude. The function does not synchronize with the device.
 
     Each row is first divided by a power of two, which is exact. In a nonzero row, the largest magnitude is then between
-    1 and 2. If all numbers in the row are subnormal, it can be smaller, but is at least 2^-23 (2^-52 in fp64). This
-    division needs no copy of x, whereas sums in fp64 would need an fp64 copy.
+    1 and 2. If all numbers in the row are subnormal, this magnitude can be smaller, but is at least 2^-23 (2^-52 in
+    fp64). The division needs no copy of x, whereas sums in fp64 would need an fp64 copy.
 
     Each matrix is summed separately, so that the bits of a matrix do not depend on the rest of the batch.
     """
@@ -324,9 +325,9 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     norms = torch.empty(*x.shape[:2], 1, dtype=wide, device=x.device)  # a norm is 0 only for an all-zero row
     for matrix, found in zip(x.split(1), norms.split(1), strict=True):
         torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=wide, out=found)
-    # To compute the square root of the number of nonzero rows, each nonzero row gets the value `least` and each
-    # all-zero row the value 0. The square root is the norm of the vector of these values, divided by `least`. `least`
-    # is a power of two, so the sum of squares is exact in any order. The square root is NaN if any row norm is NaN.
+    # The square root of the number of nonzero rows is computed as the norm of a vector, divided by `least`. The vector
+    # contains `least` for each nonzero row, and 0 for each all-zero row. `least` is a power of two, so the sum of
+    # squares is exact in any order. The result is NaN if any row norm is NaN.
     least = torch.finfo(wide).eps
     root = torch.linalg.vector_norm(norms.clamp(max=least), dim=1, keepdim=True)
     x.div_((norms * root.mul_(1 / least)).clamp_(min=least))
@@ -365,9 +366,8 @@ class NorMuon(AfterStage):
         means = norms.means
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
-        floored = kept.to(means.dtype).clamp(min=1e-10)  # nanochat uses the same lower bound, 1e-10
-        # ||O||^2 and ||O'||^2 are the sums of their mean squares over lines (rows or columns), times the same constant,
-        # which cancels.
+        floored = kept.to(means.dtype).clamp(min=1e-10)  # lower bound from nanochat
+        # ||O||^2 and ||O'||^2 are sums over lines (rows or columns) of the mean squares, times a constant that cancels.
         restored = _over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
 
@@ -426,10 +426,10 @@ VARIANTS: dict[str, Stages] = {
     "muon_eq": (MuonEq(),),
     "normuon": (NorMuon(),),
     "hyperball": (HyperballUpdate(), HyperballWeight()),
-    "cautious": (),  # `apply_` in step/update.py implements cautious weight decay
+    "cautious": (),  # no stages: `apply_` in step/update.py implements cautious weight decay
 }
 
-# Keys of the optimizer's state under which the stages of Muon variants store tensors, without duplicates.
+# Optimizer state keys of the tensors that the stages of Muon variants store, without duplicates.
 KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})
 _ALL = ", ".join(map(repr, VARIANTS))
 
@@ -487,7 +487,7 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
 
 
 def keeping(stages: Stages) -> Stages:
-    """Select the stages of a Muon variant that have state, but only the first stage for each `key`. A parameter has one
-    state tensor for each of the selected stages, in this order."""
+    """Select the stages of a Muon variant that have state. If several stages share a `key`, select only the first. A
+    parameter has one state tensor for each selected stage, in the same order."""
     first = {stage.key: stage for stage in reversed(stages) if stage.key}
     return tuple(stage for stage in stages if first.get(stage.key) is stage)

@@ -9,10 +9,10 @@ step. The scaling is implemented in scaling.py.
 
 [Note: where it is measured]
     During a layer's forward pass, a `TorchFunctionMode` intercepts calls of the functions in `_MEASURES`, under
-    whatever name the layer has imported them. Calls of `scaled_dot_product_attention` are measured at their arguments:
-    the queries and keys after rotary embedding, caching and the repetition of shared key heads. Attention that is
-    written out in torch operations (transformers' "eager") is measured at the input of its softmax. Kernels that are
-    not torch functions, such as those of flash-attn, cannot be intercepted.
+    whatever name the layer has imported them. For calls of `scaled_dot_product_attention`, the logits are computed from
+    the arguments: the queries and keys after rotary embedding, caching and the repetition of shared key heads. For
+    attention that is written in basic torch operations (transformers' "eager"), the logits are the input of the
+    softmax. Kernels that are not torch functions, such as those of flash-attn, cannot be intercepted.
 """
 
 from __future__ import annotations
@@ -190,8 +190,7 @@ class QKClip:
 
         @torch._disable_dynamo
         def before(called: nn.Module, args: Any) -> None:
-            # deepcopy copies hooks, so this hook also runs for copies of the module. The logits of copies are not
-            # measured.
+            # deepcopy copies hooks, so this hook also runs for copies of the module. Ignore the copies.
             if called is module and self._is_measured and torch.is_grad_enabled():
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]
@@ -206,12 +205,12 @@ class QKClip:
 
     @property
     def _is_measured(self) -> bool:
-        """True if logits are measured for the step in progress or, between steps, for the next step."""
+        """True if logits are measured in the current step. Between steps, this means the next step."""
         return self._num_steps % self.every == 0
 
     def _count(self, name: str, maxima: Tensor) -> None:
-        """Merge the largest logits of one forward pass into the layer's largest logits since the last step. For each
-        head, non-finite values are ignored if there is a finite value."""
+        """Merge the largest logits of one forward pass into the layer's largest logits since the last step. Non-finite
+        values are ignored for every head that has a finite value."""
         seen = torch.stack([maxima, self._pending.get(name, maxima)])
         finite = seen.masked_fill(~seen.isfinite(), -math.inf).amax(dim=0)
         self._pending[name] = torch.where(finite.isfinite(), finite, seen.amax(dim=0))
@@ -220,11 +219,11 @@ class QKClip:
         """Convert the maxima measured in one forward pass to one maximum for each head of the layer.
 
         Under tensor parallelism, `maxima` may cover only this rank's heads. All other heads then get -inf. If the
-        logits have a single dim for batch and heads, `maxima` has one number for each batch entry and head, and the
-        maximum over the batch is taken.
+        logits have a single dim for batch and heads, `maxima` has one number for each pair of batch entry and head. The
+        result is then the maximum over the batch.
         """
         here, total = len(maxima), layer.num_heads
-        # the logits had shape (batch * heads, L, S), so there is a maximum for each batch entry and head
+        # If the logits had shape (batch * heads, L, S), there is one maximum for each pair of batch entry and head.
         if here and here % total == 0:
             return maxima.view(-1, total).amax(dim=0)
         parts = [] if not here or total % here else self._parts(layer, holder, total // here)
@@ -240,12 +239,12 @@ class QKClip:
         return whole.flatten()
 
     def _parts(self, layer: Attention, holder: Holder, num_parts: int) -> list[int]:
-        """Find out which part of the heads this rank computes under tensor parallelism, if the heads are split into
-        `num_parts` equal parts.
+        """Find out which heads this rank computes under tensor parallelism, if the heads are split into `num_parts`
+        equal parts.
 
         Returns:
-            The indices of all candidates. If there is not exactly one candidate, the part is unknown. Candidates come
-            from the sharding of the query weight if it is a DTensor in the forward pass, and otherwise from the option
+            Possible indices of this rank's part. The part is known only if there is exactly one index. If the query
+            weight is a DTensor in the forward pass, the indices come from its sharding, otherwise from the option
             `tp_group` of the optimizer's parameter groups.
         """
         rows = next(rows for rows in layer.rows if rows.num("q"))
@@ -313,8 +312,8 @@ def _largest_logits(
 ) -> Tensor:  # shape (H,), fp32; -inf for a head whose logits are all hidden by the mask
     """Compute the largest logit of each head over all batches and positions.
 
-    The arguments are those of `torch.nn.functional.scaled_dot_product_attention` and, in addition, `chunk`. `value`,
-    `dropout_p` and `enable_gqa` do not affect the result.
+    The function takes the arguments of `torch.nn.functional.scaled_dot_product_attention` and, in addition, `chunk`.
+    `value`, `dropout_p` and `enable_gqa` do not affect the result.
 
     Args:
         query: Queries. For a DTensor, this rank's part is used.
@@ -330,7 +329,7 @@ def _largest_logits(
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
     heads, length, size = query.shape[-3:]
     num_keys, scale = key.shape[-2], size**-0.5 if scale is None else scale
-    # query: (..., G, H/G, L, E), keys: (..., G, 1, S, E)
+    # shapes: (..., G, H/G, L, E) for queries, (..., G, 1, S, E) for keys
     query, keys = query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3)
     hidden = None if attn_mask is None else _is_hidden(local_if_any(attn_mask))
     batch = math.prod(torch.broadcast_shapes(query.shape[:-4], keys.shape[:-4]))

@@ -122,7 +122,7 @@ class Attention:
 
     @classmethod
     def all_in(cls, model: nn.Module) -> tuple[Attention, ...]:
-        """Find the attention layers of a model, in the model's order. The result can be edited and passed to
+        """Find the attention layers of a model, in the order of its modules. The result can be edited and passed to
         `QKClip(layers=)`.
 
         Args:
@@ -176,22 +176,22 @@ class Holder(NamedTuple):
     weights: dict[str, tuple[Tensor, Place]]
 
     def shape(self, below: str) -> Ints:
-        """Return the global shape of a parameter, or (0,) if the shape is unknown, as for plain tensor-parallel shards.
-        `below` is the parameter's name relative to the module."""
+        """Return the global shape of a parameter, or (0,) if it is unknown, as it is for tensor-parallel shards that
+        are plain tensors. `below` is the parameter's name relative to the module."""
         param, place = self.weights[below]
         shape, role = Placed(param, (place,)).shape_and_role({})
         return (0,) if role.kind == "unknown" else shape
 
     def number(self, *names: str) -> int:
-        """Return the first positive integer among the given attributes of the module and its config, or 0 if there is
-        none."""
+        """Return the first positive integer among the attributes `names` of the module and of its config, or 0 if there
+        is none."""
         owners = (self.module, getattr(self.module, "config", None))
         values = (getattr(owner, name, None) for name in names for owner in owners)
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 
     @classmethod
     def all_in(cls, model: nn.Module) -> dict[str, Holder]:
-        """Return a dict from module name to `Holder`, for every module that has parameters, either itself or in its
+        """Return a dict from module name to `Holder`. It contains every module that has parameters, directly or in its
         submodules."""
         found: dict[str, Holder] = {}
         for placed in Placed.all_in(model):

@@ -79,8 +79,8 @@ class _Target(NamedTuple):
     engine: Engine
 
     def key(self) -> object:
-        """Return this weight's part of the cache key of the layout table, which lists the elements that each rank
-        stores. The key changes whenever the table must be rebuilt."""
+        """Return the part of the layout table's cache key that depends on this weight. It changes whenever the table,
+        which lists the elements that each rank stores, must be rebuilt."""
         stored, group = self.weight.stored, self.weight.group
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
@@ -192,7 +192,7 @@ class Scaler(TableCall[_Bound]):
             self._all = _largest(self._own, bound.component, self._group)
         except Refused:  # all ranks raise Refused at the same point, so training can continue
             raise
-        # other ranks may still be waiting for this rank or may have continued, so the ranks are out of step
+        # The ranks are out of step: other ranks may still be waiting for this rank, or may have continued.
         except BaseException as error:
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
@@ -203,8 +203,8 @@ class Scaler(TableCall[_Bound]):
 
     @torch.no_grad()
     def apply_(self) -> tuple[LayerLogits, ...]:
-        """Multiply the rows that this rank stores by factors that are computed from the result of `reduce`. Collective,
-        because the ranks vote on whether the scaling succeeded.
+        """Multiply this rank's rows of query and key weights by factors computed from the result of `reduce`.
+        Collective, because the ranks vote on whether the scaling succeeded.
 
         Raises:
             ExchangeError: An error occurred on this or another rank during scaling, so some weights may be scaled and
@@ -225,13 +225,13 @@ class Scaler(TableCall[_Bound]):
         return done
 
     def _scale(self, bound: _Bound) -> tuple[LayerLogits, ...]:
-        """Scale the elements of each weight that this rank stores. Return each layer's largest logits and scaling
+        """Scale this rank's elements of each query and key weight. Return each layer's largest logits and scaling
         factors (gains)."""
         maxima = bound.own_slots(self._all.to(self._own.device))
         gains = {name: _gains(layer, maxima[name], self._tau) for name, layer in self._by_name.items()}
         of_heads = {name: _factors(layer, gains[name], self._alpha) for name, layer in self._by_name.items()}
         for target, layout in zip(self.find(), bound.layouts, strict=True):
-            # If the framework takes a step in several calls, scale only the weights that this call has updated.
+            # If a framework splits a step into several calls, scale only the weights that the current call has updated.
             if math.isinf(self._tau) or not target.weight.now:
                 continue
             dim, local = target.rows.dim, target.engine.storage(target.weight.stored)
@@ -243,7 +243,7 @@ class Scaler(TableCall[_Bound]):
 
     def _remember(self, text: str) -> str:
         """Make the optimizer refuse further steps, as it does after an error in a step. Return the complete error
-        message, which contains the reason `text`."""
+        message, with `text` as the reason."""
         text = f"QK-clip was broken off: {text}. {ExchangeError.RELOAD if self._is_alone else ExchangeError.REMEDY}"
         if hasattr(self._optimizer, "broken"):
             self._optimizer.broken = self._optimizer.broken or text
@@ -329,7 +329,7 @@ class Scaler(TableCall[_Bound]):
 
     def find(self) -> list[_Target]:
         """Find all weights of the attention layers in the optimizer. The optimizer contains the model's parameters or,
-        with some frameworks, copies that have the same names.
+        with some frameworks, copies of them with the same names.
 
         Raises:
             ValueError: A weight is not in the optimizer, must not be scaled, or belongs to two layers.
@@ -384,7 +384,7 @@ class Scaler(TableCall[_Bound]):
         Raises:
             ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.
         """
-        # List the weight as one tensor instead of the matrices in it, because QK-clip scales rows.
+        # List the weight as a single tensor, not as the matrices that it contains, because QK-clip scales rows.
         weight, group = target.weight, {**target.weight.group, "use_muon": False}
         is_unknown = type(target.engine) is Engine and self._group is None and group.get("process_group") is None
         if is_unknown and num_ranks() > 1:
@@ -431,8 +431,7 @@ def _gains(
     """Compute the factor g by which QK-clip multiplies the logits of each key head (see [Note: the rule])."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
-    # Divide a tensor by a tensor: if the dividend is a Python number, torch computes number * (1 / tensor), which is
-    # rounded twice.
+    # The dividend is a tensor, because torch computes number / tensor as number * (1 / tensor), which is rounded twice.
     return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
 
 
@@ -441,7 +440,8 @@ def _factors(
     gain: Tensor,  # shape (num_groups,)
     alpha: float,
 ) -> dict[Any, Tensor]:
-    """Compute the factors by which weight rows of each role are multiplied. The roles "q" and "q_pe" have one factor
-    per query head, "k" has one per key head, and "" has a single factor of 1."""
+    """Compute the factors by which QK-clip multiplies the rows of each role. The roles "q" (queries) and "q_pe" (rotary
+    part of queries) have one factor per query head, "k" (keys) has one per key head, and "" (other rows) has the single
+    factor 1."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
     return {"": gain.new_ones(1), "q": of_head.pow(alpha), "q_pe": of_head, "k": gain.pow(1.0 - alpha)}

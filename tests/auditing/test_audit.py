@@ -52,10 +52,10 @@ METHODS = ("auto", "standard", "gram")
 
 
 def _next_step(optimizer: Muon) -> AuditReport:
-    """Take a step with the sine of the previous gradients, so that the momentum and the gradient point in different
-    directions. Return the step's audit report."""
+    """Take a step in which each gradient is the sine of the previous gradient, so that gradients and momentum point in
+    different directions. Return the step's audit report."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        local_if_any(p.grad).sin_()  # DTensor would find out anew how to shard the sine of each shape
+        local_if_any(p.grad).sin_()  # use the local tensor, because DTensor would trace every new shape
     return step_of(optimizer)
 
 
@@ -73,8 +73,8 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
 
 
 def _row(*values: Any, numeric: bool) -> Any:
-    """Return a pytest parameter set of `values`, marked `numeric` if the test's result could depend on the default
-    matmul dtype."""
+    """Make a pytest parameter set of `values`. If `numeric` is True, add the marker `numeric`, for tests whose result
+    can depend on the default matmul dtype."""
     return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
 
 
@@ -90,8 +90,8 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
 )
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
     """An audit of a correct step must report nothing on any layout. Each layout is tested with only one variant and one
-    method, because the way in which an audit reads sharded tensors depends on neither. A variant always has the same
-    method, so that layouts share the single-process run."""
+    method, because neither affects how an audit reads sharded tensors. Each variant is always combined with the same
+    method, so that several layouts share one single-process run."""
     turn = list(LAYOUTS).index(layout) % len(ON_LAYOUTS)
     variant, method = ON_LAYOUTS[turn], METHODS[turn % len(METHODS)]
     reports = RankPool.cached(world).run(sound, layout, variant=variant, method=method)
@@ -106,8 +106,8 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
 IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
-# OPTIONS leaves out Nesterov momentum, named schedules and the remaining matmul dtypes, because the random correct
-# steps in DRAWN cover these options.
+# OPTIONS omits Nesterov momentum, named schedules and the remaining matmul dtypes, because the random steps in DRAWN
+# cover them.
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
@@ -129,14 +129,14 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     [_row(dtype, options, numeric=not {"method", "ns_dtype"} & options.keys()) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """An audit must report nothing for a correct step with any options. The state of post-processing stages (such as
-    NorMuon) is fp32 even if the weights are fp64."""
+    """An audit must report nothing for a correct step with any options, including fp64 weights with variants that store
+    fp32 state (such as NorMuon)."""
     for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# Correct steps that had the largest rounding errors among many random steps, as (dtype, seed, variant). In the steps
+# Steps with the largest rounding errors among many random correct steps, as (dtype, seed, variant). In the steps
 # without a variant, rounding completely changes one pair of singular vectors of the update. In the steps with MuonEq,
 # the matrix is all ones, so all elements have the same rounding error. In the step with seed 8500193, the weights are
 # in bf16 and are updated by torch's own addition.
@@ -215,9 +215,9 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 INEXACT = tuple(name for name, fault in FAULTS.items() if not fault.exact)
 BY_TORCH = ("Hyperball: other rule", *[name for name in INEXACT if not name.startswith("orthogon")][1::8])
 OF_STAGES = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
-# The audit is tested on every fault in planted.py with the default matmul dtype. Faults that are not marked `exact` are
-# tested once more, with fp16 matmuls or with larger matrices. Some faults are also tested with torch's own
-# orthogonalizer or in a first step. benchmarks/audit_sharpness.py tests all combinations.
+# Every fault in planted.py is tested with the default matmul dtype. Faults that are not marked `exact` are tested a
+# second time, with fp16 matmuls or larger matrices. Some faults are also tested with torch's own orthogonalizer or in a
+# first step. benchmarks/audit_sharpness.py tests all combinations.
 PLANTED = [
     *(_row({}, None, False, (name,), numeric=not fault.exact) for name, fault in FAULTS.items()),
     *(
@@ -261,14 +261,13 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 
 
 def _moved(held: Held, experts: int) -> Held:
-    """Shift the location of a piece in its rank's storage by the size of the given number of experts."""
+    """Return a copy of `held`, a piece of a stack of experts, that starts `experts` experts later in the storage."""
     return held._replace(local=(held.local[0] + experts, *held.local[1:]))
 
 
 def stacked() -> AuditReport:
-    """Audit the second step on a stack of experts whose rows are sharded over two ranks. On both ranks, patch the
-    function that assigns the parts of a rank's shard to experts, so that it swaps the first two experts in the second
-    rank's shard."""
+    """Audit the second step on a stack of experts whose rows are sharded over two ranks. As a planted fault, both ranks
+    swap the locations of the first two experts in the second rank's shard."""
     original = pieces._tiles_of
 
     def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
@@ -351,14 +350,14 @@ def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_lat
     world2: RankPool, name: str, seventh: str
 ) -> None:
     """If an audit finds a fault that the user may have intended, it only warns. For any other fault, it raises an
-    error. All ranks must react in the same way, and training must be able to continue in both cases."""
+    error. All ranks must react in the same way, and training must be able to continue after a warning or an error."""
     expected = [seventh if step == 7 else f"{step} passed []" for step in range(1, 11)]
     assert world2.run(scheduled, name) == [expected, expected]
 
 
 def asked_where_nothing_is_shared() -> tuple[int, set[str] | None]:
-    """Train a separate expert on each rank, so that only the optimizer's process group connects the ranks. Only rank 0
-    requests an audit."""
+    """Train a different expert on each rank, so that the ranks share no parameters, only the optimizer's process group.
+    Only rank 0 requests an audit."""
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
     optimizer = Muon(
         [{"params": [("w", weight)], "process_group": (), "tp_group": ()}], lr=0.02, process_group=dist.group.WORLD
@@ -415,8 +414,8 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 def widened_unnoticed() -> AuditReport | None:
     """Take a step on ranks 0 and 1, which share a matrix. Then change the option `process_group` from these two ranks
-    to all four, and audit the next step. A patch hides the changed option from the optimizer, so that the optimizer
-    keeps its old plan."""
+    to all four, and audit the next step. A patch hides the change from the optimizer, which therefore keeps its old
+    plan."""
     pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
     weight = nn.Parameter(torch.eye(6, 4))
     optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)

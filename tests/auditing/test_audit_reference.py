@@ -39,17 +39,17 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """Return the result of the Newton-Schulz steps on the matrix of `reference`, computed as if the matrix were first
-    divided by `longer` times its norm."""
+    """Return the result of the Newton-Schulz steps on the matrix of `reference`. The matrix is first divided by
+    `longer` times its norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 
 
 def eigen_bound(shape: Sequence[int], coefficients: Coefficients) -> float:
-    """Return an error bound for Newton-Schulz steps on a matrix of norm 1, evaluated in fp64 through the eigenvalues of
-    the Gram matrix. A singular value is the square root of an eigenvalue. If the singular value is near zero, its error
-    is as large as the square root of the eigenvalue's error (see `polar_bound`). The steps multiply this error by at
-    most their slope at zero."""
+    """Return an error bound for Newton-Schulz steps that are computed in fp64 from the eigenvalues of the Gram matrix,
+    for a matrix of norm 1. Each singular value is the square root of an eigenvalue. If it is near zero, its error is as
+    large as the square root of the eigenvalue's error (see `polar_bound`). Each step multiplies this error by at most
+    its slope at zero."""
     return math.prod(a for a, _, _ in coefficients) * (max(shape) * roundoff(torch.float64)) ** 0.5
 
 
@@ -75,8 +75,8 @@ def test_the_reference_is_the_plain_iteration_at_any_scale(shape: tuple[int, int
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None:
-    """Dividing a matrix by a norm larger than its own gives the same result as first adding a row and a column that
-    raise the matrix's norm to that value."""
+    """Dividing a matrix by a norm larger than its own must give the same result as adding a row and a column that raise
+    its norm to that value."""
     x = _drawn("gauss", 12, 20)
     bordered = torch.nn.functional.pad(x, (0, 1, 0, 1))
     bordered[-1, -1] = 0.35 * x.norm()
@@ -99,8 +99,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     after = before.clone()
     s = _settings(variant)
     apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, cautious=s.cautious)
-    # `apply_` and `recovered_update` each round the weight twice, once for the decay and once for the update. The
-    # tolerance also allows four roundings of the update.
+    # The tolerance allows four roundings of the weights, because `apply_` and `recovered_update` each round them twice:
+    # for the decay and for the update. It also allows four roundings of the update.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
     arithmetic = Arithmetic(s, Choice("standard", torch.float64), *[torch.float64] * 6)
     assert_rounded(arithmetic.recovered_update(before, after, scale, update), update, roundings=1, scale=sizes)
@@ -109,9 +109,9 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @settings(max_examples=20)
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
-    """The parts of a matrix that ranks send must together contain every element exactly once and in the right place.
-    The test computes the expected parts without the layout's tiles (the strided blocks into which a step splits each
-    shard)."""
+    """The parts of a matrix that the ranks send must together contain every element exactly once, in the right place.
+    The expected parts are computed without the layout's tiles (the strided blocks into which a step splits each shard).
+    """
     for layout, options in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)

@@ -41,11 +41,12 @@ SHAPES = {
     "squarish": (14, 15),
     "tall": (35, 11),
     "experts": (7, 6, 10),
-    "wide": (13, 133),  # In 8-bit momentum, a row of 133 columns has two quantization blocks.
+    "wide": (13, 133),  # 133 columns, so that each row of 8-bit momentum has two quantization blocks
     "table": (21, 6),
-    "late": (7, 5),  # The parameter "late" has no gradient before the checkpoint.
+    "late": (7, 5),  # "late" gets its first gradient after the checkpoint
     "frozen": (4, 4),
-    # With plain shards, ranks that store no elements of "few" have no gradient of it before the checkpoint.
+    # If shards are plain tensors, ranks that store no elements of "few" get their first gradient of "few" after the
+    # checkpoint.
     "few": (1, 6),
 }
 GROUPS: list[dict[str, Any]] = [
@@ -136,11 +137,11 @@ class Job:
 
     def differences(self, expected: Mapping[str, Tensors]) -> list[str]:
         """Compare this rank's weights and state with the full tensors `expected` of a single-process run. Return the
-        names of those that are not bitwise equal."""
+        names of the tensors that are not bitwise equal."""
         found, row = list[str](), LAYOUTS[self.layout]
         for key, full in expected.items():
-            # `build`, which shards full tensors, needs a tensor for every parameter, and the tensor's dtype must
-            # support gradients. Missing state is therefore replaced by zeros, and all state is converted to fp32.
+            # `build`, which shards full tensors, requires one tensor per parameter, with a dtype that supports
+            # gradients. So replace missing state with zeros, and convert all state to fp32.
             whole = {n: full.get(n, torch.zeros(s)).float() for n, s in SHAPES.items()}
             cut = full if key in ("step", *KEPT_KEYS) else row.build(whole, row.mesh(self.world))
             for name, of_one in full.items():
@@ -213,8 +214,8 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
         wrong = {"lr": 9.0, "momentum": 0.1, "betas": (0.1, 0.2), "adjust_lr_fn": "spectral", "nesterov": False}
         group.update({key: value for key, value in wrong.items() if key in group})
     if form == "flat" or kind == "variants":
-        # Before it loads the checkpoint, the job takes a step on different data, which creates a plan, momentum and a
-        # step count other than the saved one. Loading must replace all of these.
+        # Before loading, take a step on different data, so that the job has a plan, momentum and a wrong step count.
+        # None of these may affect the steps after loading.
         job.run(range(50, 51))
     if form == "ours":
         checkpoint.load(path, job.model, job.optimizer)
@@ -232,13 +233,13 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
 
 
 # Each test saves a checkpoint from a source job and loads it into a target job. Source and target are given as (layout,
-# number of ranks). A checkpoint does not store the layout from which it was saved, so it is enough to combine each
-# layout with a few others.
+# number of ranks). A checkpoint does not contain the layout of the job that saved it, so each layout is combined with
+# only a few others.
 ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
 GRID, EXPERTS, DIMS = ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)
 COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2), ("tp x dp", 4)
-# torch's functions cannot tell which part of the full tensor a plain shard (not a DTensor) is, so plain shards are only
-# saved with shardmuon's functions.
+# If a shard is a plain tensor instead of a DTensor, torch's functions cannot tell which part of the full tensor it
+# contains. So these layouts are tested only with shardmuon's functions.
 PLAIN_SHARDS = [name for name, row in LAYOUTS.items() if row.plain_shards and not name.startswith("tp ")]
 # Each case gives the source, the target, the checkpoint format and the kind of job. The format "ours" uses shardmuon's
 # functions, and all other formats use torch's. "flat" flattens the optimizer's state dict, and "async" saves while
@@ -264,7 +265,7 @@ RESUMES = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Return a function that saves a job and returns the folder of the checkpoint. Each job is saved only once."""
+    """Return a function that saves a job, unless it has been saved before, and returns the folder of the checkpoint."""
 
     @functools.cache
     def get(source: tuple[str, int], form: str, kind: str) -> str:
@@ -290,8 +291,8 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
     expected = uninterrupted(kind)
     found = on(source[1], _resume, source[0], "", "", kind, expected)
     equal = {f"{key} of {name}" for key, of_key in expected.items() for name in of_key} - set().union(*found)
-    # The parameter "late" has no gradient before the checkpoint, so its step count would be right even if no checkpoint
-    # were loaded.
+    # The parameter "late" gets its first gradient after the checkpoint, so its step count is correct even if no
+    # checkpoint is loaded.
     assert equal <= {"step of late"}
 
 
@@ -299,8 +300,9 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
 
 
 def _made(layout: str, how: str) -> None:
-    """Create optimizer state as checkpoint code does before it loads a checkpoint. Check that the state is zero for all
-    trained parameters, and that the weights stay unchanged."""
+    """Create optimizer state as checkpoint code does before loading: with `get_optimizer_state_dict` if `how` is
+    "asked", otherwise with a step with lr=0 and zero gradients. Check that all of this state except step counts is
+    zero, and that the weights do not change."""
     job = Job(layout, "variants" if how == "asked" else "plain")
     before = job.snapshot()["weights"]
     assert job.optimizer.state_dict()["state"] == {}
@@ -314,7 +316,7 @@ def _made(layout: str, how: str) -> None:
         job.optimizer.step()
     found = job.snapshot()
     assert_bitwise(found.pop("weights"), before)
-    # A step with lr=0 still increases the step count of AdamW, as in torch's AdamW.
+    # Even a step with lr=0 increases AdamW's step count, as in torch.
     assert found.pop("step")["table"] == (how == "stepped")
     assert [key for key, of_key in found.items() for value in of_key.values() if value.any()] == []
     of_variants = {"second_moment", "weight_radius"} if how == "asked" else set()

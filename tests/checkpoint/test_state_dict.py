@@ -75,8 +75,8 @@ def _decoded(state: Mapping[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("wanted", STORED)
 @pytest.mark.parametrize("saved", STORED)
 def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted: str, dtype: torch.dtype) -> None:
-    """Loading must not cast fp32 momentum, or the scales of 8-bit momentum, to the dtype of the parameter, as torch
-    would. If momentum is saved and loaded in the same format, it must stay bitwise equal."""
+    """Loading must not cast fp32 momentum, or the scales of 8-bit momentum, to the dtype of the parameter, as torch's
+    own loading code would. If the format of the momentum does not change, its bits must not change."""
     start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(dtype)
     first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
     one, two = (Muon(p, lr=0.0, **STORED[s]) for p, s in ((first, saved), (second, wanted)))
@@ -87,7 +87,8 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
         train(one, first, range(3, 5))
         train(two, second, range(3, 5))
         assert_bitwise(kept_by(two, second), kept_by(one, first))
-    # With momentum=1.0 and lr=0, a step changes neither the momentum buffer nor the weights.
+    # Take a step that only converts the loaded momentum to its new dtype: with momentum=1.0 and lr=0, neither the
+    # momentum's values nor the weights change.
     two.param_groups[0].update(momentum=1.0, lr=0.0)
     train(two, second, range(5, 6))
     state = two.state[second[0]]
@@ -100,7 +101,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
 
 def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwise() -> None:
     (old, (w, _)), (new, (v, _)) = pair(BF16), pair(BF16)
-    w.grad_dtype = v.grad_dtype = None  # If grad_dtype is None, torch accepts fp32 gradients of bf16 weights.
+    w.grad_dtype = v.grad_dtype = None  # lets torch accept fp32 gradients of bf16 weights
     w.grad = torch.randn(4, 3)
     old.step()
     new.load_state_dict(old.state_dict())
@@ -115,8 +116,8 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwis
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("how", ["loaded", "copied"])
 def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torch.dtype) -> None:
-    """A run of torch.optim.Muon must continue bitwise in shardmuon. It can continue from torch's state dict, which
-    includes the options, or from state that is copied as shown in docs/migration.md."""
+    """A run of torch.optim.Muon must continue in shardmuon with bitwise equal weights, both from torch's state dict,
+    which includes the options, and from state that is copied as shown in docs/migration.md."""
     theirs = [nn.Parameter(torch.full(s, 0.5, dtype=dtype)) for s in ((4, 3), (6, 9))]
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
     old = torch.optim.Muon(theirs, **options)
@@ -133,8 +134,9 @@ def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torc
 
 
 def test_numbers_that_require_grad_are_numbers() -> None:
-    """Options such as lr may be tensors that require grad, and must stay so after loading. torch warns if such a tensor
-    is converted to a number without being detached, and the test suite turns this warning into an error."""
+    """Options such as lr may be tensors that require grad, and must still require grad after loading. torch warns if
+    such a tensor is converted to a number without being detached, and the test suite turns this warning into an error.
+    """
     (old, params), (new, others) = pair(), pair()
     for group in old.param_groups:
         group.update(lr=torch.tensor(0.05, requires_grad=True), weight_decay=torch.tensor(0.5, requires_grad=True))
@@ -148,14 +150,14 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 
 @dataclass(frozen=True)
 class File:
-    """A test case in which an optimizer loads a checkpoint file. The fields describe the model and the optimizer."""
+    """A test case for loading a checkpoint file: properties of the model, and of the optimizer that loads the file."""
 
     options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
     tied: bool = False  # True if both layers of the model share one weight
     frozen: bool = False
     empty_at: int | None = None  # index at which an empty parameter group is inserted into the optimizer
-    # `busy` is None if the parameters have no gradients before loading. Otherwise they have gradients, and `busy` is
-    # the text of the error that interrupted an earlier step, or "" if all steps succeeded.
+    # None if the parameters have no gradients before loading. Otherwise, the text of the error that interrupted an
+    # earlier step, or "" if all steps succeeded.
     busy: str | None = None
 
 
@@ -229,8 +231,8 @@ def test_state_of_a_frozen_parameter_whose_group_changed_its_kind_is_not_saved(u
 
 
 def test_a_broken_step_or_one_under_way_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saving must raise an error while a step runs. After an error has interrupted a step, saving must raise an error
-    until the user accepts the optimizer's state."""
+    """Saving must raise an error while a step is running. After an error in a step, saving must raise an error until
+    the user sets `optimizer.broken` to None."""
     (model, optimizer), said, whole = two(), list[str](), Buckets.run
 
     def save(says: str) -> None:

@@ -31,8 +31,8 @@ def _join(store: str) -> None:
 
 
 def _own_and_destroyed(store: str) -> tuple[list[timedelta | None], str]:
-    """Return the timeouts of the default group and of the groups that shardmuon creates. Also return the text of the
-    error that `prepare` raises after torch's process groups have been destroyed."""
+    """Return the timeouts of the default process group and of the groups that shardmuon creates, and the text of the
+    error that `Muon.prepare` raises after the process groups have been destroyed."""
     _join(store)
     made = [timeout_of(dist.group.WORLD)]
     parent = dist.new_group([0, 1], timeout=PARENTS)
@@ -67,8 +67,8 @@ def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the default process group is bound to a device, torch creates each new group with `ncclCommSplit`, which waits
-    for all ranks of the default group. The binding must therefore be removed while shardmuon creates a group of some
-    of the ranks."""
+    for all ranks of the default group. The binding must therefore be removed while shardmuon creates a group that
+    leaves out some of the ranks."""
     # `init_process_group(device_id=...)` sets `bound_device_id` of the default group.
     bound = torch.device("cuda", 3)
     world, seen = SimpleNamespace(bound_device_id=bound, _device_types=()), []

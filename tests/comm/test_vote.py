@@ -50,8 +50,8 @@ FAMILIES: dict[str, Family] = {
     "ring": [*((i, i + 1) for i in range(7)), (0, 7)],
     "rows and columns": [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)],
     "nested": [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1)],
-    # This test case has two replicas of a model with four pipeline stages each. The first replica uses the same
-    # embedding weight in its first and last stage.
+    # This case models two replicas with four pipeline stages each. The first and the last stage of the first replica
+    # share an embedding weight.
     "tied stages": [(0, 1), (2, 3), (4, 5), (6, 7), (0, 6)],
     "apart": [(0, 1, 2), (3, 4), (5, 6, 7)],
 }
@@ -73,7 +73,8 @@ def sets_of(family: Family, rank: int) -> tuple[Ranks, ...]:
 
 
 def drawn_family(chance: random.Random) -> Family:
-    """Return one to seven random sets of ranks that share parameters, each with two to four of eight ranks."""
+    """Return one to seven random sets of ranks. Each set contains two to four of eight ranks, which share
+    parameters."""
     return sorted({tuple(sorted(chance.sample(range(8), chance.randint(2, 4)))) for _ in range(chance.randint(1, 7))})
 
 
@@ -81,8 +82,8 @@ def drawn_family(chance: random.Random) -> Family:
 
 
 def doubled(num: int) -> list[int]:
-    """Simulate the sends and receives of a vote with one thread per rank, and use them to add up one number per rank.
-    Return the sum that each rank obtains."""
+    """Run the message exchange of a vote with one thread per simulated rank. Each rank contributes a number, and the
+    exchange adds up these numbers. Return the sum that each rank obtains."""
     boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)
 
     def member(me: int) -> int:
@@ -113,8 +114,8 @@ def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
 
 
 def voted(ballots: dict[int, Ballot]) -> Ballot:
-    """Return the result of a vote among simulated ranks, given each rank's ballot. The messages are merged in rank
-    order and in reverse order, and both merged messages must be equal."""
+    """Return the result of a vote among simulated ranks, given each rank's ballot. Also check that merging the messages
+    in rank order and in reverse order gives the same message."""
     own = tuple(sorted(ballots))
     messages = [sent(ballots[rank], rank, own) for rank in own]
     one, other = (reduce(voting._merged, order) for order in (messages, messages[::-1]))
@@ -209,7 +210,8 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
     """Plant a fault on the rank `culprit`. Return the connected component of the calling rank, the result of a vote,
-    and the set of error texts from the collectives `discover` and `gather` ("" if one raises no error)."""
+    and the set of error texts from the collectives `discover` and `gather`. A collective that raises no error has the
+    error text ""."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)
@@ -252,8 +254,8 @@ def _raising(error: BaseException) -> None:
 
 
 SETS = {0: (ALL,), 1: (ALL, (1, 2)), 2: (ALL,)}
-# Each case gives a collective call on three ranks, the expected error text, and the ranks whose own exception caused
-# the error.
+# Each case gives a collective call on three ranks, the expected error text, and the ranks on which an exception in the
+# call caused the error.
 TALKS: dict[str, tuple[Callable[[int], object], str, tuple[int, ...]]] = {
     "nothing": (lambda rank: run_together(lambda: rank), "", ()),
     "one interrupt": (
@@ -289,8 +291,9 @@ def test_what_is_raised_on_some_ranks_is_raised_on_all_in_the_same_words(name: s
 
 
 def _late(closes: bool) -> tuple[str, float]:
-    """Leave rank 3 of four out of a vote. Rank 3 either closes its lane (the ranks' communication channel) or stays
-    silent until the other ranks time out after one second. Return the error text and the elapsed seconds."""
+    """Run a vote among four ranks in which rank 3 does not take part. Rank 3 either closes its lane (its communication
+    channel to the other ranks) or stays silent until the others time out after one second. Return the error text and
+    the elapsed seconds."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections between the ranks.
     lane = groups.Lane.over(ranks)
@@ -301,8 +304,8 @@ def _late(closes: bool) -> tuple[str, float]:
             vote(Ballot(Phase.STEP), ranks)
         text = str(caught.value)
     elif closes:
-        # After an exception, both `Muon` and QK-clip may close the same lane (communication channel), so closing it
-        # twice must be harmless.
+        # After an exception, `Muon` and QK-clip may both close the same lane (communication channel between ranks), so
+        # closing a lane twice must be harmless.
         for _ in range(2):
             groups.Lane.close_over(ranks)
     took = time.monotonic() - began
@@ -317,6 +320,6 @@ def test_a_rank_that_does_not_vote_is_named_or_its_block(closes: bool, world4: R
     found = world4.run(_late, closes)[:3]
     assert "rank 3, or one that it waits for, does not answer" in found[2][0] and "a vote (STEP)" in found[2][0]
     assert all("nothing on this rank" in text for text, _ in found)
-    # If rank 3 closes its lane (communication channel), the ranks that wait for it fail at once, and so do the ranks
-    # that wait for those ranks. Otherwise, all of these ranks time out.
+    # If rank 3 closes its lane (communication channel), all ranks that wait for rank 3, directly or through other
+    # ranks, fail at once. If rank 3 stays silent, they time out.
     assert all(took < 10 if closes else 0.7 < took < 15 for _, took in found)

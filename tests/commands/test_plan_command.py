@@ -139,14 +139,14 @@ def test_units_are_those_that_people_read(report: Report) -> None:
 
 
 def _with_memory(report: Report, size: float) -> Report:
-    """Return a copy of the report for a machine whose GPUs have `size` bytes of memory."""
+    """Return a copy of the report in which each GPU has `size` bytes of memory."""
     number = replace(report.hardware["memory_bytes"], rows={1.0: [(1.0, size, size, size)]})  # type: ignore[type-var]
     hardware = replace(report.hardware, numbers={**report.hardware.numbers, "memory_bytes": number})
     return replace(report, hardware=hardware)
 
 
-# Each option of `Muon`, with a value (non-default except for process groups) and a flag that is True if this value
-# changes the plan or the counts computed from the plan.
+# For each option of `Muon`, OPTIONS gives a value and whether this value changes the plan or the counts computed from
+# the plan. All values except those of the process groups differ from the defaults.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),
@@ -156,7 +156,7 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
     "variant": ("normuon", True),
-    # `plan` takes the ranks from the mesh and does not use process groups.
+    # The function `plan` takes the ranks from the mesh and does not use process groups.
     "process_group": (None, False),
     "tp_group": (None, False),
     "method": ("gram", True),

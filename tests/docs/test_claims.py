@@ -11,8 +11,8 @@ CLAIM = re.compile(r"^- .+ \(`(?P<file>[\w/]+\.py)::(?P<test>test_\w+)`\)$")
 
 
 def claimed() -> list[tuple[str, str]]:
-    """Return the file and the test name of every claim in CLAIMS.md. A line that begins like a claim must have the
-    format of a claim."""
+    """Return the file and the test name of every claim in CLAIMS.md. All list items in CLAIMS.md must be claims in the
+    correct format."""
     lines = [line for line in (TESTS / "CLAIMS.md").read_text().splitlines() if line.startswith("- ")]
     found = [CLAIM.match(line) for line in lines]
     assert [line for line, match in zip(lines, found, strict=True) if match is None] == []

@@ -33,8 +33,8 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))
-    # With two replicas, each bucket takes three exchanges: a gather, a scatter, and a relay, which sends results to the
-    # other replica.
+    # With two replicas, each bucket takes three exchanges: gather, scatter, and relay (which sends results to the other
+    # replica).
     if layout == "hsdp" and world == 4:
         assert all(one.traffic.exchanges % 3 == 0 < one.traffic.exchanges for one in found)
 
@@ -42,11 +42,9 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
 FEW = SPARSE | {"num_experts": 2}
-# The matrix sizes are chosen so that the 8-bit momentum of some rows is one quantization block and that of other rows
-# is two.
+# In the model BLOCKS, rows of some matrices form one quantization block of 8-bit momentum, and rows of others form two.
 BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)
-# `bucket_bytes` counts bytes in the wire dtype, the dtype in which ranks exchange data. If matmuls are in bf16, so is
-# the exchange.
+# `bucket_bytes` counts bytes in the dtype in which ranks exchange data. With bf16 matmuls, this dtype is bf16.
 AUTO: dict[str, Any] = {"bucket_bytes": 20_000}
 OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 

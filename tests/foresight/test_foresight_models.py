@@ -66,7 +66,7 @@ def _tied() -> nn.Module:
 )
 def test_what_works_on_a_token_is_all_but_tables_and_unknown_of_experts(model: nn.Module, expected: int) -> None:
     """The number of active parameters excludes embedding tables, but an embedding whose weight is also the output head
-    counts once. For models with routed experts, the number is unknown and therefore reported as 0."""
+    counts once. The number is unknown for models with routed experts and therefore reported as 0."""
     assert load_model(model)[3] == expected
 
 

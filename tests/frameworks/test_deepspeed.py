@@ -478,8 +478,8 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
         if dist.get_rank() == 1:
             saved = torch.load(job.engine._get_zero_ckpt_name(folder, "here"), weights_only=False)
             every = [saved["optimizer_state_dict"]] * 2
-            # With ZeRO stage 3, `load_state_dict` shards small parameters again, which is a collective operation. Rank
-            # 1 can therefore load the state alone only below stage 3.
+            # With ZeRO stage 3, `load_state_dict` is a collective operation, because it shards small parameters again.
+            # Below stage 3, rank 1 can load state by itself.
             if stage < 3:
                 job.engine.optimizer.load_state_dict(every)
             _without_a_group(job, every[0])
@@ -493,7 +493,7 @@ def test_state_that_one_rank_loads_by_itself_or_refuses_leaves_all_in_step(
     two: RankPool, stage: int, tmp_path: Path
 ) -> None:
     """Unlike `load_checkpoint` of the DeepSpeed engine, `load_state_dict` of DeepSpeed's optimizer can run on a single
-    rank. Regardless of whether this load succeeds, the next step must match the dense reference on all ranks."""
+    rank. Whether or not this load succeeds, the next step must match the dense reference on all ranks."""
     two.run(_loaded_by_hand, stage, str(tmp_path))
 
 
@@ -507,7 +507,8 @@ def _short_momentum(job: Job) -> AbstractContextManager[object]:
 
 
 def _planted_in(method: str) -> tuple[str, Callable[[Job], AbstractContextManager[object]]]:
-    """Plant an exception in a method of the description of a flat buffer."""
+    """Return an error text, and a function that makes a method of `_Flat`, the optimizer core for a DeepSpeed flat
+    buffer, raise an error with this text."""
     error = RuntimeError(f"planted in {method}")
     return str(error), lambda job: mock.patch.object(zero._Flat, method, side_effect=error)
 
@@ -527,7 +528,8 @@ def _faults_on_one_rank(stage: int) -> None:
     with started(Case(stage)) as job:
         job.step(0)
         for words, plant in OF_ONE_RANK:
-            # Each step describes the flat buffers anew, as the first step does.
+            # Discard the optimizer cores of DeepSpeed's flat buffers, so that the next step runs all checks of a first
+            # step again.
             vars(job.host).update(_flats={}, _unchecked=True, _num_stepped=0)
             with plant(job) if dist.get_rank() == 1 else nullcontext():
                 said = job.said(1)
@@ -536,8 +538,8 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            # Clear `_flats`, the descriptions of DeepSpeed's flat buffers, as loading a checkpoint does, so that the
-            # step repeats all of its preparations.
+            # Discard the optimizer cores of DeepSpeed's flat buffers, as loading a checkpoint does, so that the step
+            # repeats all of its preparations.
             if host._num_stepped in (0, len(host._flats)):
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)

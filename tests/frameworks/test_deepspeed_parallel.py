@@ -86,7 +86,8 @@ def test_every_stage_steps_its_matrices_as_one_process_would(
 
 # ------------------------------------------------------------------------------------------------- AutoTP
 
-# Each key names both a layer and its type of tensor parallelism. Each value is the partition_dim of the layer's weight.
+# Each key is the name of a layer and also its type of tensor parallelism. Each value is the partition_dim of the
+# layer's weight.
 CUTS = {"column": 0, "row": 1}
 PARTS = {
     "autotp_size": 2,
@@ -114,7 +115,8 @@ def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
     those of a dense step with the same gradients.
 
     Args:
-        given: What the user sets: "tp_group" (an option of Muon), "partition_dim" (an attribute of weights), or both.
+        given: Settings made by the user: "tp_group" (an option of Muon), "partition_dim" (an attribute of weights), or
+            both.
     """
     with _autotp():
         from deepspeed.utils import groups

@@ -99,8 +99,9 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
 
 
 def proof_of_a_spoiled_step(layout: str, matrix: int, ranks: tuple[int, ...], value: float) -> tuple[bool, bool]:
-    """Run the demo's bitwise check. After the checked step, the given ranks overwrite one element of a matrix. Return
-    whether the check finds the step equal to that of a single process, and whether it finds all replicas equal."""
+    """Run the demo's bitwise check. After the checked step, the ranks in `ranks` overwrite one element of a matrix.
+    Return whether the check finds the step equal to that of a single process, and whether it finds all replicas
+    equal."""
     model, _ = cut_model(mesh_of(layout))
     optimizer = train.build_muon(model, TINY.lr, TINY.weight_decay)
     optimizer.step()

@@ -22,7 +22,7 @@ from shardmuon.foresight.models import build
 from shardmuon.testing.frameworks import ZeroRun
 from shardmuon.testing.pool import RankPool
 
-# The model ODD has layer sizes that require padding of the flat buffer on any number of ranks.
+# The layer sizes of the model ODD require padding of the flat buffer on any number of ranks.
 ODD = decoder(97, 50, 2, 5, 1, 10, 81)
 CONFIGS = {"dense": DENSE, "odd": ODD}
 STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32}
@@ -69,9 +69,8 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
 
 
 def _is_zero(second: Tensor) -> bool:
-    """Return whether the tensor stores a single element that is expanded to the tensor's shape. With DeepSpeed,
-    shardmuon stores such a zero tensor as the second moment of Muon's matrices, for which no second moment is
-    needed."""
+    """Return whether the tensor is a single stored element, expanded to the tensor's shape. With DeepSpeed, shardmuon
+    stores such a zero tensor as the second moment of Muon's matrices, which need no second moment."""
     return second.untyped_storage().nbytes() == second.element_size()
 
 

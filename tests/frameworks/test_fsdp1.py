@@ -285,7 +285,8 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
     world4: RankPool, world2: RankPool, tmp_path: Path
 ) -> None:
     world4.run(_saved_by, str(tmp_path))
-    # A checkpoint that was read on 2 ranks is sound. On 4 ranks, each kind of model therefore loads only one.
+    # On 2 ranks, each kind of model loads the checkpoints of all kinds. On 4 ranks, the number of ranks that saved
+    # them, one checkpoint per kind is enough.
     assert [
         *world2.run(_loaded_by, str(tmp_path), [*itertools.product(KINDS, KINDS)]),
         *world4.run(_loaded_by, str(tmp_path), [*zip(KINDS, KINDS[1:] + KINDS[:1], strict=True)]),
@@ -296,9 +297,9 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    """Compute and clip gradients twice, first by passing the optimizer to `clip_grad_norm_` and then by passing the
-    model. For each call, return three gradient norms: the plain model's norm (computed by torch), the sharded model's
-    norm (by shardmuon), and the sharded model's norm after clipping (by FSDP1)."""
+    """Clip gradients twice, first passing the optimizer to shardmuon's `clip_grad_norm_` and then the model. For each
+    call, return three gradient norms: the plain model's norm (computed by torch), the sharded model's norm (by
+    shardmuon), and the sharded model's norm after clipping (by FSDP1)."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
         for each in (plain, model):
@@ -443,7 +444,7 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    # Two steps fill the caches first, because exceptions must be raised in a step that uses cached results.
+    # Run two steps to fill the caches, because the exceptions must be raised in a step that uses cached results.
     for _ in range(2):
         run()
     return plant_in_all(optimizer, run, STRIDE)

@@ -84,8 +84,8 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return a dict from each sharding feature (such as shards that end inside a row) to a bool that says whether the
-    shards reported by Megatron have the feature."""
+    """Return a dict that says for each sharding feature (such as shards that end inside a row) whether the shards
+    reported by Megatron have it."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -108,8 +108,8 @@ BOTH = [2 * 4, 2 * 2 * 6]
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
     # Each case gives the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the
-    # DDP options. The expected values are the number of orthogonalizations by each optimizer, features of the sharding,
-    # and the sets of ranks that share work according to the first rank's plans (None: not checked).
+    # DDP options. Then it gives the expected results: the number of orthogonalizations by each optimizer, features of
+    # the sharding, and the sets of ranks that share work in the first rank's plans (None: not checked).
     (2, {}, torch.float32, False, {}, DENSE, set(), None),
     (2, {}, torch.bfloat16, False, {}, DENSE, set(), None),
     (3, {}, torch.float32, True, {}, DENSE, STRADDLES, None),
@@ -318,8 +318,8 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Patch Megatron to behave as if TransformerEngine were installed (if `found` is True) or missing. Megatron stores
-    the step count in a different place in each case."""
+    """Patch Megatron to behave as if TransformerEngine were installed (if `found` is True) or missing, because
+    Megatron stores the step count in a different place in each case."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
@@ -396,16 +396,16 @@ def _load(
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        # Ranks whose rank numbers are equal modulo len(wanted) have the same parameters and therefore the same expected
+        # Ranks whose rank numbers are equal modulo len(wanted) have the same parameters, and so the same expected
         # weights.
         expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 
 
 RESUMED: list[tuple[int, dict[str, int], bool, dict[str, Any], list[tuple[int, dict[str, int], list[str]]]]] = [
-    # Each case gives the number of ranks and the parallel sizes of the job that saves, whether its optimizer is
-    # distributed, and Muon's options. Then, for each job that loads, it gives the number of ranks, the parallel sizes,
-    # and the checkpoint formats.
+    # Each case begins with the job that saves: its number of ranks, its parallel sizes, whether its optimizer is
+    # distributed, and Muon's options. The list at the end gives the number of ranks, the parallel sizes and the
+    # checkpoint formats of each job that loads.
     (2, {}, True, {}, [(2, {}, KINDS[:2]), (3, {}, KINDS[:2])]),
     (4, {}, True, VARIANT, [(2, {}, [KINDS[0], *KINDS[2:]]), (4, {}, KINDS[:1])]),
     (4, TP, True, {}, [(2, TP, KINDS[1:2]), (2, {}, KINDS[1:2])]),

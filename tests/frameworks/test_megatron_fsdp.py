@@ -378,8 +378,8 @@ def _save(form: str, folder: str, variant: dict[str, Any]) -> tuple[dict[str, An
         job = Job(form, **variant)
         job.step(10)
         job.step(20, UPDATED_BY_ADAMW)
-        # Simulate an earlier save in which this rank stored no elements of any parameter. Such a save marks the step
-        # counts so that this rank does not write them. The mark must not affect this save.
+        # Simulate the effect of an earlier save in which this rank stored no elements of any parameter: the step counts
+        # are marked so that this rank does not write them. The mark must not affect this save.
         for values in job.optimizer.state.values():
             if "step" in values:
                 values["step"].__create_write_items__ = lambda *_: []

@@ -47,8 +47,8 @@ def drawn(name: str, purpose: int, dtype: torch.dtype) -> Tensor:
 
 
 def run(row: Row) -> dict[str, Tensor]:
-    """Run all steps of a golden row. Return this rank's weights and optimizer state after each step, keyed by the
-    tensor names in the output file."""
+    """Run the optimizer steps of one row of the golden table. Return this rank's weights and optimizer state after each
+    step, keyed by the tensor names in the output file."""
     kind, options, found = DTYPES[row.dtype], OPTIONS[row.options], dict[str, Tensor]()
     world = dist.get_world_size() if dist.is_initialized() else 1
     names = [name for name in PARAMS if name not in options.without]
@@ -86,7 +86,7 @@ def run(row: Row) -> dict[str, Tensor]:
 
 
 def table_of(only: str) -> dict[str, Digests]:
-    """Return this rank's digests for all golden rows whose name contains `only`."""
+    """Return this rank's digests for all rows of the golden table whose name contains `only`."""
     warnings.simplefilter("ignore")
     found = {}
     for row in rows_of(dist.get_world_size()):
@@ -100,7 +100,7 @@ def table_of(only: str) -> dict[str, Digests]:
 
 
 def main() -> None:
-    # The ranks import this module as golden.rows, so `main` uses this name as well, not __main__.
+    # Import this module as golden.rows instead of using __main__, because the ranks know it by this name only.
     from golden import rows
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -24,7 +24,8 @@ from shardmuon.testing.layouts import LAYOUTS
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter in the golden rows: its global shape and its parameter group's options."""
+    """A parameter of the model that rows of the golden table train: its global shape and its parameter group's
+    options."""
 
     shape: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +72,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtype of the weights, and the dtype of matmuls (None for the orthogonalization method's default)."""
+    """A combination of the dtype of the weights and the dtype of matmuls (None for the orthogonalization method's
+    default)."""
 
     weights: torch.dtype
     products: torch.dtype | None
@@ -136,12 +138,13 @@ MISSING: dict[str, Mapping[int, slice]] = {
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
-# FSDP1 runs its own backward pass, which computes every gradient, so FSDP1 rows use only "all gradients".
+# FSDP1's backward pass computes every gradient, so rows of the golden table with FSDP1 use only "all gradients".
 FSDP1 = "fsdp1"
-# Even on a single rank, the layouts in ALONE differ from the layout "single", so golden rows with these layouts also
-# run on one rank.
+# Even on a single rank, the layouts in ALONE differ from the layout "single", so rows of the golden table with these
+# layouts also run on one rank.
 ALONE = ("ddp", "fsdp2")
-PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # The number of golden rows for each layout, keyed by the number of ranks.
+# The number of rows of the golden table for each layout, keyed by number of ranks.
+PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}
 
 
 class Row(NamedTuple):
@@ -166,7 +169,7 @@ def dealt(names: Iterable[str], draw: random.Random) -> Iterator[str]:
 
 
 def rows_of(world: int) -> Iterator[Row]:
-    """Yield the golden rows for a number of ranks, without duplicates."""
+    """Yield the rows of the golden table for a number of ranks, without duplicates."""
     draw = random.Random(world)
     options, missing = dealt(OPTIONS, draw), dealt(MISSING, draw)
     if world == 1:

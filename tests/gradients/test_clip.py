@@ -229,7 +229,7 @@ class Data:
         self.rows, self.columns, self.own = ([normal(*size, seed=s) for s in range(4)] for size in sizes)
         self.shared, self.other, self.whole = normal(7, 2, seed=20), normal(2, 6, seed=21), normal(6, 3, seed=22)
         self.large = normal(16, 8, seed=23)
-        # The elements of `counts` are integers, so that sums of them are exact in any order.
+        # The elements of `counts` are integers, so that their sums are exact in any order.
         self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]
         self.row = _sharded(self.rows[self.rank // 2], self.mesh["a1"], Shard(0))
         self.column = _sharded(self.columns[self.rank % 2], self.mesh["a0"], Shard(1))
@@ -242,8 +242,8 @@ class Data:
         return Muon([{"params": [("first", self.all_of if first is None else first)]}, others], lr=1e-3, **options)
 
     def chain(self) -> list[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters among three that are sharded over the ranks (0, 1), (1, 2) and (2, 3),
-        respectively. Ranks 1 and 2 are in two process groups each, so they can detect that no group contains all
+        """Return the parameters that this rank stores, out of three that are sharded over ranks 0 and 1, ranks 1 and 2,
+        and ranks 2 and 3. Ranks 1 and 2 are in two process groups each, so they can detect that no group contains all
         ranks."""
         pairs = [(at, dist.new_group([at, at + 1])) for at in range(3)]
         meshes = [(at, DeviceMesh.from_group(g, "cpu")) for at, g in pairs if self.rank in (at, at + 1)]
@@ -421,8 +421,8 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        # Change the arguments of clip_grad_norm_, or a gradient, on some of the ranks that share a tensor, never on all
-        # of them, so that the ranks disagree.
+        # Change the arguments of clip_grad_norm_, or a gradient, on some but not all of the ranks that share a tensor,
+        # so that the ranks disagree.
         if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
@@ -444,7 +444,7 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 def _by_turns() -> list[float]:
     """Return the gradient norms of three lists of two tensors each. The first tensor is the same in all lists. The
-    second tensor is sharded in the first list, plain in the second, and sharded in the third. All norms must be right,
+    second tensor is sharded in the first list, plain in the second, and sharded in the third. All norms must be equal,
     although the cache of clip_grad_norm_ is keyed by a list's first tensor."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)

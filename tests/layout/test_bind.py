@@ -73,8 +73,8 @@ STACKS = {name: case for name, case in PARAMS.items() if case.options.get("view"
 
 
 def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
-    """For each stack of experts, return three lists of indices: those of all experts, those of the experts whose
-    per-expert state this rank stores, and those of the experts whose weights it stores."""
+    """For each stack of experts, return three lists of expert indices: all experts, the experts whose per-expert state
+    this rank stores, and the experts whose weights it stores."""
     world, case, rank, found = dist.get_world_size(), LAYOUTS[layout], dist.get_rank(), []
     full = {n: torch.arange(c.shape[0]).view(-1, 1, 1).expand(c.shape).float().contiguous() for n, c in STACKS.items()}
     table = bind(_listed(parameters(case.build(full, case.mesh(world))), case.options(world)))

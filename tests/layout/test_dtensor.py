@@ -31,8 +31,8 @@ def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
 
 
 def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
-    """For each case, shard a weight with FSDP2 over tensor parallelism, and return whether its placements describe
-    exactly the elements that this rank stores. Cases on the same mesh share one module and one call to
+    """For each case, shard a weight with tensor parallelism and then with FSDP2, and return whether its placements
+    describe exactly the elements that this rank stores. Cases on the same mesh share one module and one call to
     `fully_shard`."""
     fulls = [torch.arange(float(rows * cols)).view(rows, cols) for (rows, cols), _, _ in cases]
     params: dict[str, torch.Tensor] = {}

@@ -32,7 +32,7 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
     """The split factors of mesh axes must determine the order in which the axes shard a dim. A later axis of the mesh
     can come first, as when `fully_shard` shards tensor-parallel shards. The split factor of an axis is the number of
-    shards into which later axes had already split the dim, even if these shards have been gathered since."""
+    shards into which later axes had already split the dim. It also counts shards that have since been gathered."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     # `order` lists the mesh axes in the order in which they shard the dim.
     order = data.draw(st.permutations(range(len(mesh))))
@@ -55,7 +55,7 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
 
 
 def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], found: Sequence[Ints]) -> Stored:
-    """Return the layout that DTensorEngine derives from local shards with the shapes `found`."""
+    """Return the layout that DTensorEngine derives if the ranks' local shards have the shapes `found`."""
     extents = dict(enumerate(map(Extent, found)))
     return DTensorEngine().stored((shape, OnMesh(mesh, tuple(extents), placements)), extents, ())
 
@@ -66,7 +66,7 @@ def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
 
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
-    """Local shards whose shapes contradict the placements must raise an error. In one case, the mesh axes shard 13 rows
+    """Local shards whose shapes contradict the placements must cause an error. In one case, the mesh axes shard 13 rows
     from left to right, as in torch's distribute_tensor, which ignores the split factor of strided shards."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]

@@ -228,8 +228,8 @@ FLAT = {
     "leave a gap at ([12, 24))": [(0, 0), (0, 12), (12, 0), (12, 0)],
 }
 Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
-# Each case gives a function and the expected error texts. For a given rank, the function returns the parameters,
-# further options of their parameter group, and the optimizer's process groups.
+# Each case gives a function and the expected error texts. Given a rank, the function returns the rank's parameters,
+# options of their parameter group, and the process groups of the optimizer.
 REFUSED: dict[str, tuple[Refusal, list[str]]] = {
     "other dims": (
         lambda rank: ([_mark(torch.ones(4, 6 + rank // 3), 0)], {}, {}),

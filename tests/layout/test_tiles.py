@@ -64,7 +64,7 @@ LEFT, RIGHT = Box((0, 0), (5, 2)), Box((0, 2), (5, 1))
         ({0: [Box((0, 0), (2, 3))], 1: [Box((3, 0), (2, 3))]}, r"leave a gap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (3, 3))]}, r"overlap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((3, 0), (3, 3))]}, "out of bounds"),
-        # The boxes that the two ranks store have as many elements as the tensor, but one row is stored twice and
+        # Together, the boxes of the two ranks have as many elements as the tensor, but one row is stored twice and
         # another is missing. A check of the total alone would miss this.
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (2, 3))]}, "overlap|gap"),
         (

@@ -57,14 +57,13 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     found = decode(codes, scale)
     per_value = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
     gap = (2 * torch.floor(127 * (x.double().abs() / per_value).sqrt()) + 1) / 127**2 * per_value
-    # Near zero, a decoded value may be off by one spacing between adjacent fp32 numbers, which is the smallest
-    # subnormal number.
+    # Near zero, adjacent fp32 numbers differ by the smallest subnormal number. A decoded value may be off by this much.
     smallest = 2.0**-149
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
     by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
-    # If `encode` also gets the momentum from before the step, it stochastically rounds the values that have changed
-    # little, so the random bits must affect the result.
+    # Given the momentum from before the step, `encode` stochastically rounds the values that have changed little, so
+    # the random bits must affect the result.
     assert not torch.equal(*(encode(x, 1, x, bits)[0] for bits in by_bits))
     assert all(torch.equal(encode(x, 1, x - per_value.float(), bits)[0], codes) for bits in by_bits)
     assert torch.equal(encode(found, 1)[0], codes) or kind == "subnormal"

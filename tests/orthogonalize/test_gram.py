@@ -56,7 +56,6 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
 @pytest.mark.parametrize("num_rows", [50, 191, 192, 300, 384, 500])
 def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int) -> None:
     x = torch.randn(num_rows, 130, generator=torch.Generator().manual_seed(num_rows), dtype=torch.float64)
-    # The product of a matrix with its transpose is square, with as many rows as the matrix.
     products = Products((num_rows, num_rows), x.device, x.dtype)
     gram = products.symmetric_mm(x, x.mT, out=x.new_empty(num_rows, num_rows))
     near_product(gram, x @ x.mT, x.abs() @ x.mT.abs(), x.shape[-1])

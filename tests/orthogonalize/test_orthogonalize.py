@@ -15,7 +15,8 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from shardmuon.orthogonalize import orthogonalize
 
-# The coefficients (15, -10, 3) / 8 come from a Taylor series, and the iteration converges to singular values of 1.
+# The quintic polynomial with coefficients (15, -10, 3) / 8 comes from a Taylor series. Its iteration converges to
+# singular values of 1.
 CLASSIC: Coefficients = ((1.875, -1.25, 0.375),) * 8
 MIXED: Coefficients = (*KELLER[:3], (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
 OTHER = (3.0, -3.2, 1.2)

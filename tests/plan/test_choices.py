@@ -29,8 +29,8 @@ from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
 BF16 = (Choice("standard", torch.bfloat16),)
-# Each row gives an upper limit and the current value of a job's estimated optimizer step time on H100s. The times
-# exclude AdamW and are percentages of the time of a training step on 4 M tokens.
+# For each job, TABLE gives an upper limit and the current value of the estimated optimizer step time on H100s, as
+# percentages of the time of a training step on 4 M tokens. AdamW is excluded.
 TABLE = {
     ("llama3-8b", "shard=8"): (0.19, 0.182),
     ("llama3-8b", "shard=64"): (0.30, 0.274),
@@ -97,7 +97,7 @@ _H100 = Hardware.load("h100")
 
 
 @pytest.mark.parametrize("seed", range(8))
-# The reasons for the width of an interval would take a third of the time.
+# The test does not need the reasons for an interval's width, and computing them would take a third of the test's time.
 @mock.patch.object(_Pricer, "reasons", mock.Mock(return_value=()))
 def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
     specs, _ = _job(seed)

@@ -20,11 +20,11 @@ B = BucketTimes
     [
         # The step takes 10 time units before its only bucket, 15 for the phases of this bucket, and 20 for AdamW.
         ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),
-        # In the first of the next two cases, the links are busy all the time between the first pack and the last apply.
-        # In the second, nothing overlaps, so no communication takes place during matmuls.
+        # In the first of the next two cases, the links are busy from the end of the first pack to the start of the last
+        # apply. In the second, nothing overlaps, so no communication takes place during matmuls.
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 1.0, [1 + 6 * 20 + 1]),
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 0.0, [6 * 32]),
-        # In the following case, orthogonalization takes longer than communication and hides it.
+        # In the next case, orthogonalization takes longer than communication and hides it.
         ([[B(i, 0, 1, 10, 1, 0) for i in range(8)]], 0, 0, 1.0, [1 + 8 * 10 + 1]),
         # An exchange starts when the slowest rank is ready: the first rank waits until the second has packed, then the
         # second waits until the first has orthogonalized.

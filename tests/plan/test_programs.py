@@ -182,7 +182,7 @@ def test_shares_divide_the_work_of_each_owner_evenly_within_the_size_of_a_bucket
             parts = [part for share in shares if (part := [item for item in share if item in line])]
             assert [item for part in parts for item in part] == line
             assert all(len(part) == 1 or sum(item.numel for item in part) <= most for part in parts)
-            if most == 10**5:  # `most` exceeds the size of all matrices of one owner together
+            if most == 10**5:  # `most` exceeds the total size of one owner's matrices
                 assert len(parts) == min(len(shares), len(line))
                 work = [sum(item.cost for item in part) for part in parts]
                 assert len(shares) * (max(work) - line[0].cost) <= sum(work)

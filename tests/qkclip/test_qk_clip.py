@@ -82,7 +82,7 @@ def _hooked(model: nn.Module, **options: Any) -> QKClip:
 
 def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
     """Take a step without gradients, in which QK-clip scales the model's weights based on the given maximum logits.
-    Return the gains of the first layer, by which the layer's logits are multiplied."""
+    Return the gains of the first layer, which are the factors for its logits."""
     clip = _hooked(model, logits=lambda: logits, **options)
     clip._optimizer.step()
     return clip.report.layers[0].gains
@@ -92,9 +92,9 @@ def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
 
 _QK = (Rows("q", (("q", 24),)), Rows("k", (("k", 8),)))
 _TWO = (0.25, 0.5)
-# Each case gives a layer, the gain of each key head (the factor for the logits of its query heads), alpha (the exponent
-# of the gain for queries), and the expected factors for each weight. The factors multiply the weight's rows, or its
-# columns if `dim` is 1.
+# Each case gives a layer, the gain of each key head, alpha, and the expected factors for each weight. A gain is the
+# factor for the logits of the key head's query heads, and alpha is the exponent of the gain for queries. The expected
+# factors multiply the weight's rows, or its columns if `dim` is 1.
 RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float]]]] = {
     "groups": (
         Attention("a", 6, 2, _QK),

@@ -38,9 +38,9 @@ def test_scaling_by_given_maxima_waits_for_nothing() -> None:
             scaler.reduce(lambda: maxima)
             scaler.apply_()
         assert mode.waits == mode.uploads == []
-        # For each layer, one kernel launch creates the vector of maxima, one computes the maximum of each head group,
-        # 10 apply the scaling rule, and 5 compute the factors. For each of q and k, another 2 launches expand the
-        # factors to rows, and one launch multiplies the weight.
+        # Kernel launches for each layer: 1 to create the vector of maxima, 1 for the maximum of each head group, 10 for
+        # the scaling rule, and 5 for the factors. Additional launches for each of q and k: 2 to expand the factors to
+        # rows, and 1 to multiply the weight.
         assert mode.launches.total() <= LAYERS * (1 + 1 + 10 + 5 + 3 * 2) + 2
 
 

@@ -27,9 +27,9 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-# Disjoint sets of ranks. The ranks of a set share one weight, and a rank in none of the sets has a weight of its own.
+# Disjoint sets of ranks. The ranks of a set share one weight, and a rank that is in no set has a weight of its own.
 Sets = list[tuple[int, ...]]
-Family = dict[str, Sets]  # Dict from weight name, which ends with the layer index, to sets of ranks
+Family = dict[str, Sets]  # keys: weight names, which end with the layer index
 
 FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},
@@ -102,7 +102,7 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 
 
 def _scaled(name: str) -> list[str]:
-    """Clip twice. Return the names of the weights with wrong values. Each layer must be scaled based on the maximum
+    """Clip twice, and return the names of all weights with wrong values. Each layer must be scaled based on the maximum
     logits over all ranks that share its weights, directly or through other ranks."""
     job = Job(name)
     wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
@@ -191,10 +191,10 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
-    """Run `reduce` once for each function that it enters before the ranks vote, and raise an exception in that function
-    on one rank. Return the functions whose exception went unnoticed, and the number of exceptions that caused an error
-    on all ranks. If `first` is True, the scaler's cached table of which ranks store which weights is deleted before
-    each call."""
+    """Raise an exception on one rank in each function that runs before the ranks vote on the maximum logits, one
+    function for each call of `reduce`. Return the functions whose exception went unnoticed, and the number of
+    exceptions that caused an error on all ranks. If `first` is True, the cached table of which ranks store which
+    weights is deleted before each call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -204,8 +204,8 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
         job.scaler._bound = None if first else job.scaler._bound
         job.reduce(1)
 
-    # On two ranks, an exception is raised in every function that `reduce` enters. On more ranks, an exception is raised
-    # only in every sixth of these functions.
+    # With two ranks, exceptions are raised in every function that `reduce` enters. With more ranks, they are raised
+    # only in every sixth function, to save time.
     known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]
     found = plant(call, known, "reduce", job.held, again=first)
     _both_clip(job, twin, 2)
@@ -264,8 +264,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "plain"])
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """If one rank fails after the vote of all ranks on clipping, all ranks must raise an error instead of waiting for
-    the failed rank, even if that rank had not begun to scale weights."""
+    """If one rank fails after all ranks have agreed to clip, all ranks must raise an error instead of waiting for the
+    failed rank, even if that rank had not begun to scale weights."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
     victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""

@@ -84,7 +84,7 @@ def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable
 
 
 def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the weights after steps with the given gradients in a single process, which clips based on the maximum
+    """Take steps with the given gradients in a single process, and return the weights. QK-clip is given the maximum
     logits over all ranks' batches."""
     params = {n: nn.Parameter(t) for n, t in weights.items()}
     optimizer = _optimizer(params)
@@ -103,8 +103,8 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
     _hooked(params, optimizer, (dist.get_rank(),), process_group=beyond)
-    # The first step determines which ranks store which weights and caches the result in a table, which the second step
-    # uses.
+    # Take two steps: the first one caches a table of the ranks that store each weight, and the second one reads this
+    # table.
     for _ in range(2):
         optimizer.step()
     wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
@@ -124,8 +124,8 @@ def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
 
 
 def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: torch.dtype) -> list[str]:
-    """Return the names of the weights that differ from a single-process run. If the framework keeps fp32 master
-    weights, the master weights are compared."""
+    """Return the names of the weights (or of the fp32 master weights, if the framework keeps them) that differ from a
+    single-process run."""
     clips = list[QKClip]()
 
     def make(params: Any, options: Any) -> Muon:
@@ -196,7 +196,7 @@ def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
-    rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # shape (groups, 4 heads: q q k v, head size, columns)
+    rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # shape (groups, 4 heads (q, q, k, v), head size, columns)
     gain = 100.0 / torch.tensor([900.0, 110.0])[first : first + len(rows)]
     for _ in range(2):
         rows[:, :3].mul_(gain.pow(0.5).view(-1, 1, 1, 1))
@@ -226,8 +226,8 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
     """Measure each layer's largest logits twice: in a single process on all sequences, and on a mesh whose ranks each
-    process a part of the sequences. Each step has two backward passes, of which only the second synchronizes gradients.
-    Return the logits of both measurements."""
+    process a part of the sequences. Each measurement has two backward passes, of which only the second synchronizes
+    gradients. Return the logits of both measurements."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):
@@ -246,8 +246,8 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
         for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(is_last)
-            # Only the last backward pass reduces gradients. DDP's `no_sync` sets the attribute
-            # `require_backward_grad_sync`, too.
+            # Like DDP's `no_sync`, set `require_backward_grad_sync` so that only the last backward pass reduces
+            # gradients.
             model.require_backward_grad_sync = is_last
             train.loss_of(model, rows).backward()
         optimizer.step()

@@ -1,4 +1,5 @@
-"""Tests of which forward passes affect QK-clip in an optimizer step, and of errors raised between and during steps."""
+"""Tests that check which forward passes affect QK-clip in an optimizer step, and which errors are raised between and
+during steps."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ TAU = 0.5
 
 
 class Job:
-    """A model of two attention layers and, between them, a linear layer that is not passed to the optimizer."""
+    """A job that trains two attention layers with QK-clip. The linear layer between them is not trained."""
 
     def __init__(self, folder: Path | None = None, **options: Any) -> None:
         torch.manual_seed(0)
@@ -122,8 +123,8 @@ def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None, in_a_clo
     wanted = plain.step(1, 2, 3)
     job.optimizer.step(run if in_a_closure else run())
     assert_measured(job.clip, wanted)
-    # Only `_in_turn`, which runs one backward pass per loss, sums the gradients in the same order as the reference job
-    # `plain`. The weights are therefore compared only for `_in_turn`.
+    # Weights are compared only for `_in_turn`, which runs one backward pass per loss and therefore sums the gradients
+    # in the same order as the reference job `plain`.
     if how is _in_turn:
         assert_bitwise(job.weights(), plain.weights())
 

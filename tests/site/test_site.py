@@ -93,7 +93,7 @@ def test_search_finds_the_page(page: Page, address: str, words: str, title: str)
     page.goto(address)
     page.locator(".md-search__input").press_sequentially(words)
     results = page.locator(".md-search-result__item")
-    # Search results appear one by one, so wait until the expected page is anywhere in the list.
+    # Search results appear one by one, so wait until the expected page is in the list.
     page_of_it = results.filter(has=page.locator("h1", has_text=title))
     expect(page_of_it.first).to_be_visible(timeout=15_000)
 

@@ -18,8 +18,7 @@ from demo_script import load_example
 
 from shardmuon.testing import RankPool
 
-# Number of the audited step, counted from 1. Each example takes more steps than this number, even if it resumes
-# halfway.
+# Number of the audited step, counted from 1. Every run of an example takes more steps, even one that resumes halfway.
 AUDITED = 2
 
 RankPool.preload("stack_preload")
@@ -58,10 +57,10 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
 
     Args:
         example: Name of the file in examples/.
-        world: Number of ranks. A single rank is a plain process without torch.distributed.
+        world: Number of ranks. A single rank runs as a plain process without torch.distributed.
         prepare: Name of a function in this file that each rank calls first.
-        arguments: Arguments of the example's `train`. Only `kind` is not passed to `train`: it contains arguments of
-            the example's function `options`, which returns further arguments of `train`.
+        arguments: Arguments for the example's `train`. The exception is `kind`, a dict of arguments for the example's
+            function `options`, which returns further arguments for `train`.
 
     Returns:
         The observations on each rank.
@@ -69,7 +68,7 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
     with contextlib.closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    # The pool kills the ranks at the end, so the frameworks' own shutdown code does not run.
+    # The pool kills its ranks on exit, so the frameworks' shutdown code does not run.
     with RankPool(world, timeout=120.0) as pool:
         return pool.run(_watched, example, port, prepare, arguments)
 
@@ -154,7 +153,7 @@ def _watching() -> Seen:
                 seen.findings = [str(finding) for finding in report.findings]
                 seen.compared = sum(row.compared for row in report.matrices)
 
-    # The hooks need not be removed, because the process ends with its example.
+    # The hooks need not be removed, because the process exits when the example ends.
     hooks.register_optimizer_step_pre_hook(on_start)
     hooks.register_optimizer_step_post_hook(on_end)
     return seen

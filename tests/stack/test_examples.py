@@ -39,7 +39,7 @@ def _lora(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """One example with one set of arguments.
+    """An example script with one set of arguments.
 
     Attributes:
         example: Name of the example's file, without the suffix.

@@ -162,8 +162,8 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> No
         one, other = (Muon(adamw_group(of, lr=lr), lr=1e-3) for of in ([whole], order))
         for step in (1, 2, 3):
             grad = scale * normal(rows, cols, seed=1000 * step + seed, dtype=dtype)
-            # For some seeds, the gradient is a single row expanded to the full shape (stride 0), as `weight.sum(0)`
-            # produces in backward.
+            # For some seeds, the gradient is a single row expanded to the full shape (stride 0), as in the backward
+            # pass of `weight.sum(0)`.
             grad = grad[:1].expand(rows, cols) if seed % 5 == 0 else grad
             whole.grad = grad.clone(memory_format=torch.contiguous_format)
             for part, piece in zip(parts, grad.split(sizes), strict=True):

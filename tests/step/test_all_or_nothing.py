@@ -31,8 +31,9 @@ from shardmuon.testing.layouts import mesh_of
 
 
 class Fault(NamedTuple):
-    """A fault on one rank: a function that changes the job (for example, a gradient or an option) on this rank, a
-    pattern for the error message on all ranks, and the class of the exception that the faulty rank must raise."""
+    """A fault on one rank. The function `do` changes the job (for example, a gradient or an option) on this rank,
+    `says` is a pattern for the error message on all ranks, and `own` is the class of the exception that the faulty rank
+    must raise."""
 
     do: Callable[[Job], Any]
     says: str
@@ -330,8 +331,8 @@ def _anew(job: Job) -> None:
 
 
 class Call(NamedTuple):
-    """A call that uses an optimizer, such as `step`; a function that prepares the job for this call; and whether the
-    call must detect every fault."""
+    """A call that uses an optimizer, such as `step`. The function `before` prepares the job for the call. If
+    `notices_all` is True, the call must detect every fault."""
 
     call: Callable[[Job], object]
     before: Callable[[Job], object] = lambda job: None

@@ -92,16 +92,16 @@ CPU = partial(
     momentum_dtype=torch.bfloat16,
     momentum_device="cpu",
 )
-# First steps are tested without audits, because the test clears the optimizer state before each first step, and an
-# audit would report the cleared state. Plans are tested without audits, because an audit runs no function while a plan
-# is made, but makes each undisturbed step several times slower.
+# First steps are not audited, because the test clears the optimizer state before each of them, which an audit would
+# report. Plans are not audited, because an audit runs no code while a plan is made, and would only make each
+# undisturbed step several times slower.
 AUDITED = partial(INT8, audit_every=1)
 SAVED = partial(_made, _saved, momentum_dtype="int8")
 # By default, exceptions are raised in every 12th function that a large job calls. PLANT_STRIDE=1 raises them in every
 # function, which takes minutes.
 STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))
-# Before every HEALTHY-th call that raises, an undisturbed call and a step must succeed. They would fail if an earlier
-# call that raised had left any changes behind.
+# Number of failing calls between two undisturbed calls. Each undisturbed call, and a step after it, must succeed, which
+# shows that the failing calls have left no changes behind.
 HEALTHY = 16
 
 
@@ -139,12 +139,12 @@ CASES = {
 
 
 class Calls(NamedTuple):
-    """A call that one job makes, and the functions between which exceptions are raised during the call.
+    """A call that one job makes, and the part of the call in which exceptions are raised.
 
     Attributes:
         job: The job whose optimizer or model `call` uses.
         call: A function without arguments, such as the optimizer's `step`.
-        begin, last: The functions between which exceptions are raised (see `known_places`).
+        begin, last: Names of the functions between which exceptions are raised (see `known_places`).
         between: A function that takes a seed and prepares the job before each call.
     """
 
@@ -197,7 +197,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
         return Calls(job, saved_or_loaded, what, "_none", lambda seed: None)
     scaler = GradScaler("cpu", init_scale=4.0)
-    # The first call of `scale` creates GradScaler's scale tensor, which `unscale_` needs.
+    # The first call to `scale` creates GradScaler's scale tensor, which `unscale_` needs.
     scaler.scale(torch.ones(()))
 
     def clip_or_unscale() -> None:
@@ -241,9 +241,9 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         # after these calls are not compared. After a failed unscaling, gradients must be recomputed anyway. Clipping
         # may redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
-        # A step raises exceptions of the types in STAYS unchanged. These exceptions are left out when a checkpoint is
-        # saved or loaded, because torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in
-        # its own class.
+        # A step passes exceptions of the types in STAYS on to the caller as they are. These types are not tested for
+        # saving and loading, because torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt,
+        # in its own class.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]
         planted = known[len(name) % stride :: stride]
         found = plant(calls.call, planted, calls.begin, held, calls.before, kinds=kinds, again=what == "plan")
@@ -320,8 +320,8 @@ def test_an_exception_after_the_last_talk_of_clipping_lets_no_rank_step(
 
 
 def _model_refuses(store: str, folder: str) -> tuple[list[str], list[str]]:
-    """Load a checkpoint into a model whose load hook raises on rank 1, and return the errors of loading and of the next
-    step."""
+    """Load a checkpoint into a model whose load hook raises an exception on rank 1. Return the errors of loading and of
+    the next step, and the names of all values that differ from the checkpoint after a second, successful load."""
     join(store)
     job = SAVED()
     job.step(1)
@@ -353,8 +353,8 @@ def _model_refuses(store: str, folder: str) -> tuple[list[str], list[str]]:
 def test_weights_that_one_ranks_model_refuses_are_refused_on_all_and_no_step_follows(
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """Rank 1's load hook raises after the other ranks have loaded all weights. Every rank must raise an error that
-    names rank 1, and must also raise an error in the next step."""
+    """Rank 1's load hook raises an exception after the other ranks have loaded all weights. Every rank must raise an
+    error that names rank 1, and another error in the next step."""
     for (loading, stepping), changed in pools[2].run(_model_refuses, str(tmp_path / "store"), str(tmp_path / "job")):
         assert loading.startswith("ValueError: rank 1: ") and MARK in loading
         assert stepping.startswith("ExchangeError") and MARK in stepping

@@ -79,7 +79,7 @@ class Case(NamedTuple):
     Attributes:
         layout: The layout of the job's parameters on the ranks.
         how: How the rank fails, as a key of `HOW`.
-        holder, name, calls: The rank fails after `calls` calls of the function `holder.name`, or instead of the first
+        holder, name, calls: The rank fails after `calls` calls to the function `holder.name`, or instead of the first
             call if `calls` is 0.
         says: A pattern for the errors of the other ranks.
         own: A pattern for the error of the failing rank itself, if its process survives.
@@ -108,10 +108,10 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
-    """Return a regular expression for the error message of an interrupted step. It matches an interruption in any of
-    the phases `first` to `last`. Phases are numbered in the order in which a rank runs the phases of all its buckets
-    (see `turns`). If `relays` is True, each bucket has an additional phase in which one replica passes results on to
-    the others."""
+    """Return a regular expression for the error message of a step that was interrupted in any of the phases `first` to
+    `last`. A phase is a part of the work on one bucket, such as "gather". Phases are numbered in the order in which a
+    rank runs those of all its buckets (see `turns`). If `relays` is True, each bucket has an additional phase in which
+    one replica passes results on to the others."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
@@ -200,9 +200,9 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 def main(rank: int, name: str, store: str) -> None:
     """Run a successful step, a step in which one rank fails, and a third step.
 
-    If the rank was only late, the job must match an undisturbed job bitwise. In the cases "no memory" and
-    "interrupted", the state of the job is restored in a new process group, and the continued job must match an
-    undisturbed job, too.
+    In the case "is late", one rank is only slow, and the job must match an undisturbed job bitwise. In the cases "no
+    memory" and "interrupted", the state of the job is restored in a new process group, and the continued job must match
+    an undisturbed job, too.
     """
     torch.set_num_threads(1)
     _join(store, rank)

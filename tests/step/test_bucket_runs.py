@@ -1,4 +1,4 @@
-"""Tests that run the steps of whole plans on simulated ranks, and compare the results bitwise with steps on unsharded
+"""Tests that execute whole plans on simulated ranks, and compare the results bitwise with steps on unsharded
 tensors."""
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def _values(tensor: Tensor) -> Tensor:
 def _made(
     cut: Cut = _there, which: Sequence[int] = range(len(SHAPES)), dtype: torch.dtype = FP32, **options: Any
 ) -> Job:
-    """Return a job with the parameters of SHAPES whose indices are in `which`. The function `cut` converts each full
-    parameter; the default function moves the parameter to the simulated device."""
+    """Return a job whose parameters have the shapes SHAPES[i] for all i in `which`. The function `cut` shards or moves
+    each full parameter. By default, it moves the parameter to the simulated device."""
     specs = [Spec(f"{i}", SHAPES[i], cut, dtype=dtype) for i in which]
     kinds: dict[int, dict[str, Any]] = {2: {}, 3: {"view": "stack"}, 1: {"use_muon": False}}
     groups = [{"params": [spec for spec in specs if len(spec.shape) == n], **kind} for n, kind in kinds.items()]
@@ -265,7 +265,7 @@ BUDGETS = {
     ("standard", 1): 399,
     ("gram", 8): 182,
     ("gram", 1): 791,
-    ("auto", 8): 168,  # method="auto" picks the Gram form only for shapes where the Gram form takes fewer FLOPs.
+    ("auto", 8): 168,  # method="auto" picks the Gram form only for shapes where it takes fewer FLOPs.
     ("auto", 1): 747,
 }
 
@@ -459,6 +459,6 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
                 _count.__wrapped__(ranks, layers=1, **options)
             return
-        # The upper limits on launches are for 12 layers, so faults that add launches must be tested on the full model.
+        # The limits on launches are for 12 layers, so test faults that add launches with 12 layers.
         found, *_ = _count.__wrapped__(ranks, layers=12 if told == "launches" else 1, **options)
     assert found.launches.total() > BUDGETS["standard", 8] if told == "launches" else getattr(found, told)

@@ -48,8 +48,8 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         {"adjust_lr_fn": "spectral", "nesterov": False},
     ),
     (Comparison.with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
-    # In this case, the step is also audited. The audit assembles the full matrices independently, and raises an error
-    # if the step differs from the audit's own computation on these matrices.
+    # `_audited` also audits the step. The audit assembles the full matrices independently, and raises an error if the
+    # step differs from the audit's own computation on these matrices.
     (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
         (Comparison.with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})
@@ -101,7 +101,7 @@ def test_a_row_cuts_later_tensors_as_its_builder_does() -> None:
     full = {name: torch.randn(case.shape).bfloat16() for name, case in PARAMS.items()}
     for name, row in LAYOUTS.items():
         shape = row.mesh(dist.get_world_size())
-        # The first call of a layout's `build` shards tensors of zeros and caches how they are sharded. The second call
+        # The first call to a layout's `build` shards tensors of zeros and caches how they are sharded. The second call
         # must shard tensors with other values in the same way.
         row.build({n: torch.zeros_like(t) for n, t in full.items()}, shape)
         cut, built = row.build(full, shape), row.builder(full, shape)

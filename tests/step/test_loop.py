@@ -54,7 +54,7 @@ def _batch(step: int, micro: int, rank: int) -> Tensor:
     return _whole(2, 6, seed=1000 * step + 100 * micro + rank)
 
 
-# No batch of step number UNUSED uses the layer `side`.
+# In step UNUSED (counted from 0), no batch uses the layer `side`.
 UNUSED = 1
 MICROS = 3
 
@@ -120,7 +120,7 @@ def _scaled(layouts: Sequence[str], vectors_only: bool) -> list[dict[str, Any]]:
 
 def _scaler(kind: type = GradScaler, **options: Any) -> Any:
     scaler = kind("cpu", init_scale=1024.0, growth_interval=2, **options)
-    # The first call of `scale` creates the scale tensor. In a real training loop, this happens when the loss is scaled.
+    # The first call to `scale` creates the scale tensor. In a real training loop, this happens when the loss is scaled.
     scaler.scale(torch.ones(()))
     return scaler
 
@@ -141,8 +141,8 @@ def test_scaled_steps_are_bitwise_unscaled_ones_and_infinite_ones_are_skipped_by
     groups, scales = _scaled(layouts, vectors_only), []
     job, dense, scaler = Job(groups, **LAYOUTS[layouts[0]].options(dist.get_world_size())), whole(groups), _scaler()
     for seed in range(1, 6):
-        # Infinite gradients make the scaler skip the steps with seeds 1 and 4. In the step with seed 1, the optimizer
-        # has no state yet.
+        # Infinite or NaN gradients make the scaler skip the steps with seeds 1 and 4. In the step with seed 1, the
+        # optimizer has no state yet.
         infinite = seed in (1, 4)
         job.set_gradients(seed)
         dense.set_gradients(seed)

@@ -144,8 +144,8 @@ def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With method="auto", the Gram form, which halves the FLOPs but would run in fp32, must not be chosen if bf16
-    matmuls run at several times the rate of fp32."""
+    """The Gram form halves the FLOPs, but would run in fp32. If bf16 matmuls run at several times the rate of fp32,
+    method="auto" must not choose it."""
     monkeypatch.setattr("shardmuon.orthogonalize.cpu_has_bf16_matmul", lambda: native)
     found = Choice.made("auto", None, (384, 1536), KELLER, CPU)
     assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
@@ -240,8 +240,8 @@ def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turn
     for matrix in one_by_one.split(1):
         MuonEq().run_(matrix)
     _unit_anyway_(x)
-    # Except in bf16, the allowed number of roundings `few` counts the roundings of a sum of 40 squares, two square
-    # roots, their product, its reciprocal and the final product.
+    # `few` is the allowed number of roundings: those of a sum of 40 squares, two square roots, their product, its
+    # reciprocal and the final product. In bf16, intermediate results are fp32, and their roundings are negligible.
     few = 40 + 6 if dtype != BF16 else 2
     for found in (x, one_by_one):
         assert_rounded(found[:3], rows[:3], roundings=few, dtype=dtype)

@@ -98,8 +98,8 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-# Keys of TOLD are names of changes to a gradient or to optimizer state that must make the validation before a step
-# raise an error. The values are patterns for the error message.
+# Changes to a gradient or to optimizer state for which the validation before a step must raise an error. The values are
+# patterns for the error messages.
 TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",

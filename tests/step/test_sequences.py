@@ -56,8 +56,8 @@ STORED: list[dict[str, Any]] = [
 FORMS: dict[str, Cut] = {
     "rows": torch.clone,
     "columns": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t.clone(),
-    # In the form "one row", the gradient is a single row expanded to all rows (stride 0), as `weight.sum(0)` produces
-    # in backward.
+    # In the form "one row", the gradient is a single row expanded to all rows (stride 0), as in the backward pass of
+    # `weight.sum(0)`.
     "one row": lambda t: t[:1].expand_as(t),
 }
 
@@ -90,8 +90,8 @@ class Group:
 
 
 def groups_in(layout: str) -> list[Group]:
-    """Return the parameter groups of a layout. In "chain", each group of matrices is replicated over two neighboring
-    ranks."""
+    """Return the parameter groups of a layout. In the layout "chain", each group of matrices is replicated over two
+    neighboring ranks."""
     sets = FAMILIES.get(layout, [(0, 1, 2, 3)])
     cut = torch.clone if layout in (*FAMILIES, "alone") else as_in(layout)
     made = []
@@ -150,7 +150,8 @@ class Sequence:
         return {spec.name: p for p, spec in self.job.specs.items()}
 
     def _at(self, group: Group) -> int | None:
-        """Return the group's index in this rank's optimizer, or None if this rank does not have the group."""
+        """Return the index of a parameter group in this rank's optimizer, or None if this rank does not have the
+        group."""
         firsts = [of["param_names"][0] for of in self.job.groups]
         return firsts.index(group.specs[0].name) if self.rank in group.ranks else None
 
@@ -167,9 +168,9 @@ class Sequence:
         """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, always
         return True.
 
-        Set `anew` for events that create a new optimizer. In the "chain" layout, such events must happen on every rank:
-        before its first vote, a new optimizer knows only the ranks that store parts or replicas of its own parameters,
-        and no parameter is stored on all ranks.
+        Pass anew=True for events that create a new optimizer. In the "chain" layout, such events must happen on every
+        rank: before its first vote, a new optimizer knows only the ranks that store parts or replicas of its own
+        parameters, and no parameter is stored on all ranks.
         """
         drawn = self.chance.sample(range(4), self.chance.randrange(1, 5))
         return self.rank in drawn or self.layout == "alone" or (anew and self.layout == "chain")
@@ -506,8 +507,8 @@ def test_no_event_leaves_anything_that_a_later_step_feels(first: int, tmp_path: 
     run(range(first, first + 11), tmp_path, "alone", 6)
 
 
-# On "hsdp" and "chain", a second, random event follows each event. The layouts "fsdp2" and "all" are simpler, so each
-# event happens alone there, half of the events on "fsdp2" and the other half on "all".
+# A sequence has two events on the layouts "hsdp" and "chain", but only one on the simpler layouts "fsdp2" and "all".
+# To save time, half of the possible events are tested on "fsdp2" and the other half on "all".
 @pytest.mark.parametrize(
     ("layout", "seeds", "length"),
     [

@@ -43,8 +43,8 @@ from shardmuon.variants import VARIANTS, stages_of
 
 STAGED = [name for name, row in VARIANTS.items() if row]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
-# The same variant names in a different order may give the same tuple of pre- and post-processing stages. JOINED maps
-# each such tuple to the first order of names that gives it.
+# Different orders of the same variant names may result in the same pre- and post-processing stages. JOINED maps each
+# tuple of stages to the first order that results in it.
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
 
 
@@ -67,8 +67,8 @@ def test_variants_side_by_side_have_their_own_rules(
     layout: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups with different variants, and one group with plain Muon, share a plan. Each group must match a direct
-    computation of its own variant. A small `_PART`, the number of elements summed at a time, makes the norms of weights
-    sums of many parts."""
+    computation of its own variant. The number of elements summed at a time (`_PART`) is set to a small value, so that
+    each weight norm is summed in many parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
     compare(layout, [None, *JOINED.values()], policy)
 
@@ -84,8 +84,8 @@ def test_stages_stand_around_every_method(layout: str, method: Any, dtype: torch
 def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL, **whole_options: Any) -> None:
     dtypes = [(dtype, dtype) for dtype in (torch.float32, torch.bfloat16)]
     options = [given(variant) for variant in variants]
-    # Two steps are enough, because stages keep nothing but what the first step leaves to the second. Parameters that
-    # step again after a pause are left to test_stores.py and test_sequences.py.
+    # Two steps are enough: the first one creates the state of the stages, and the second one uses it. Tests in
+    # test_stores.py and test_sequences.py cover parameters that are updated again after a pause.
     assert_like_the_formula(VIEWS, OPTIONS, layout, options, dtypes, copies=2, policy=policy, steps=2, **whole_options)
 
 

@@ -1,5 +1,5 @@
 """Tests of `Muon` steps on real ranks: process groups used for exchanges, deep copies of optimizers, and dtypes of
-buckets."""
+exchanged data."""
 
 from __future__ import annotations
 

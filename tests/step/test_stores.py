@@ -47,9 +47,15 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A test case: options that set how momentum and weights are stored, pairs of (weight, gradient) dtypes that the
-    parameters use in rotation, other optimizer options, and a function that converts the lr (to a tensor, for
-    example)."""
+    """A way of storing momentum, weights and the lr.
+
+    Attributes:
+        storage: Options that set how momentum and weights are stored.
+        dtypes: Pairs of (weight, gradient) dtypes, which the parameters use in rotation.
+        options: Other optimizer options.
+        method: Orthogonalization method.
+        lr: Function that converts the lr (to a tensor, for example).
+    """
 
     storage: Mapping[str, Any] = MappingProxyType({})
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)
@@ -93,8 +99,8 @@ def compare(case: str, layout: str, **places: Any) -> None:
     """Compare a test case with a direct computation on full tensors. With int8 momentum, the matrices are wide enough
     that no shard splits a quantization block."""
     views, options = (WIDE, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
-    # A simulated device is slow. Five parameters are enough for the five pairs of dtypes in MIXED, and two steps for
-    # state that is created on a device and used again.
+    # Steps on a simulated device are slow, so use fewer parameters and steps. Five parameters cover the five pairs of
+    # dtypes in MIXED. Two steps cover state that is created on a device and used again.
     names = [name for name in views if not (case in CODED and layout == "last dim" and name == "kernel")]
     views, of = {name: views[name] for name in names[: 5 if places else None]}, (CASES | CODED | ON_DEVICE)[case]
     assert_like_the_formula(

@@ -1,5 +1,5 @@
-"""Tests that the order in which ranks process their buckets never deadlocks, even if buckets have overlapping sets of
-ranks."""
+"""Tests that the order in which ranks process their buckets never causes a deadlock, even if buckets have overlapping
+sets of ranks."""
 
 from __future__ import annotations
 

@@ -240,10 +240,10 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
 
 def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:
     pids = {size: RankPool.cached(size).run(os.getpid) for size in (1, 2)}
-    for size in (5, 1, 6, 7):  # Requesting a pool of ranks does not start the ranks.
+    for size in (5, 1, 6, 7):  # Requesting a pool is cheap: its ranks start only when it runs a function.
         RankPool.cached(size)
     assert RankPool.cached(1).run(os.getpid) == pids[1]
-    gc.collect()  # mocks of earlier tests may hold the pool in reference cycles
+    gc.collect()  # Mocks in earlier tests may have put the pool into reference cycles.
     assert wait_until(lambda: not any(map(is_running, pids[2])))
 
 

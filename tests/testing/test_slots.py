@@ -42,8 +42,8 @@ def test_no_product_depends_on_its_slot_or_its_neighbours(dtypes: tuple[torch.dt
     assert [what for what, equal in found if not all(equal)] == []
 
 
-# Environment variables of the processes in which `found_with` runs, and its arguments. The case "avx2" restricts an
-# AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions without AVX.
+# Each case gives environment variables for a new process, and tuples of arguments for `found_with`, which runs in this
+# process. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions without AVX.
 _ELSEWHERE: dict[str, tuple[dict[str, str], list[tuple[int, int, bool]]]] = {
     "narrow": (
         {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -77,7 +77,8 @@ def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
 
 @cache
 def _elsewhere(name: str) -> list[list[int]]:
-    """Run `found_with` once for each of the given arguments, in a new process with its own environment variables."""
+    """Run `found_with` in a new process with the environment variables of a case in `_ELSEWHERE`, once for each tuple
+    of arguments in the case."""
     variables, given = _ELSEWHERE[name]
     env = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = f"import test_slots\nfor given in {given}: print(*test_slots.found_with(*given))"

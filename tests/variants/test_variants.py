@@ -30,8 +30,7 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """Apply a pre- or post-processing stage (such as NorMuon) to a batch of matrices in the same way as an optimizer
-    step."""
+    """Apply a pre- or post-processing stage (such as NorMuon) to a batch of matrices as an optimizer step does."""
     if isinstance(stage, WeightStage):
         return x * stage.factor(torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64), kept).view(-1, 1, 1)
     x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)

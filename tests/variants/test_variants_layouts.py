@@ -17,8 +17,8 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, ParamCase
 from shardmuon.testing.pool import RankPool
 
-# A parameter of each form in which matrices are stored. Stages see matrices and their lines, so that parameters of the
-# same form and another size would add nothing.
+# One parameter for each way of storing matrices. Further parameters of other sizes would test nothing new, because
+# stages only see matrices and their rows or columns.
 SEVERAL = ("few_rows", "tall", "odd_experts", "qkv", "one_col", "columns", "in_out_gate_up", "one_row")
 
 
@@ -46,7 +46,7 @@ def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant
 
 @pytest.mark.parametrize("layout", ["fsdp2+tp", "hsdp+tp"])
 def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, world3: RankPool) -> None:
-    """The last rank stores no column if 4 columns are sharded over 3 ranks. For a stack of 5 experts, FSDP2 stores an
+    """If 4 columns are sharded over 3 ranks, the last rank stores no column. For a stack of 5 experts, FSDP2 stores an
     empty shard of shape (0, 7, 0) on that rank. NorMuon's result must still match a single-process run."""
     # Tensor parallelism shards every second parameter by columns. In this list, the second parameter is "odd_experts".
     assert world3.run(_compared, layout, "normuon", params=["one_row", "odd_experts"]) == [(True, 0.0, "")] * 3

@@ -130,8 +130,8 @@ def test_only_values_matter_to_a_single_token(name: str) -> None:
     weight, run, silent = SINGLE[name]
     found = gradient(built(name).eval(), run, weight)
     loudest = max(float(part.abs().max()) for part in found)
-    # If the softmax has a single output p = 1, its gradient p (g - sum(p g)) is zero. Rounding may still give q and k
-    # tiny gradients.
+    # For a single output p = 1 and an incoming gradient g, the gradient of the softmax, p (g - p g), is zero. Rounding
+    # may still give q and k tiny gradients.
     assert [float(part.abs().max()) < 1e-5 * loudest for part in found] == [*silent]
     for part, is_silent in zip(found, silent, strict=True):
         assert is_silent or (part.abs().amax(1) > 0).all()

@@ -130,9 +130,9 @@ def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: 
         model(_IDS).logits.sum().backward()
         clip._optimizer.step()
         for found, exact in zip(clip.report.layers, layers, strict=False):
-            # The bound covers the rounding errors of the measured and the expected logits. Each is computed with up to
-            # two layers, which sum at most 48 terms in a linear layer and 12 terms in the product of q and k, and apply
-            # norms and rotations.
+            # The bound covers the rounding errors of the measured and the expected logits. Both pass through at most
+            # two transformer layers. Each layer adds at most 48 terms in a linear projection and 12 terms in a product
+            # of q and k, and applies norms and rotations.
             scale = float(max(exact.abs().max(), layers[0].abs().max()))
             assert_rounded(found.maxima, exact, roundings=2 * 2 * (48 + 48 + 12), dtype=torch.float32, scale=scale)
         clip.close()

@@ -1,4 +1,4 @@
-"""Tiny models of well-known types with two layers, built on the CPU from configs alone."""
+"""Tiny two-layer versions of well-known models, built on the CPU from configs alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# All widths of the models differ, so that a wrong split of a fused weight cannot match by accident.
+# The widths in a config differ, so that a wrong split of a fused weight cannot match by accident.
 _LM: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,

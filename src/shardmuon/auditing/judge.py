@@ -11,7 +11,7 @@ is an operation that a Muon variant (such as NorMuon) adds to the step.
 
 [Note: the shake]
     To measure how large a difference rounding can cause, the audit repeats the computation on several slightly
-    perturbed ("shaken") copies of the matrix and compares the results. So it needs no error analysis for each dtype,
+    perturbed ("shaken") copies of the matrix and compares the results. So no error analysis is needed for each dtype,
     method, coefficient schedule and spectrum. In this note, a spacing is the distance between neighboring
     floating-point numbers.
 

@@ -199,9 +199,8 @@ class StepAudit:
     # ---------------------------------------------------------------------------------------- what this rank stores
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
-        """For each quantity of a parameter, yield its name, its layout, and the part that this rank stores (None if it
-        stores none). The names are "weights", "momentum", "gradient", and the keys of the Muon variant's stages that
-        store values."""
+        """Yield the name, the layout, and this rank's part (None if it stores none) of each quantity of a parameter.
+        The names are "weights", "momentum", "gradient", and the keys of the Muon variant's stages that store values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
@@ -213,7 +212,7 @@ class StepAudit:
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
     def _elements(self, number: int, matrix: int) -> _Elements:
-        """For each quantity of a matrix (such as its weights), read the elements that this rank sends to the rank that
+        """Read the elements of each quantity of a matrix (such as its weights) that this rank sends to the rank that
         judges the matrix."""
         found = {}
         for what, layout, stored in self._stored(number):
@@ -394,8 +393,8 @@ class _Part(NamedTuple):
     places: Tensor
 
     def select(self, storage: Tensor) -> Tensor:  # (n,)
-        """Read the matrix's elements from one of the rank's local tensors: its weights, gradient or momentum, or state
-        of a stage of the Muon variant."""
+        """Read the matrix's elements from a local tensor of the rank, which contains weights, gradients, momentum, or
+        values that a Muon variant stores."""
         indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
         found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
         return torch.cat([storage.new_empty(0), *found])

@@ -104,8 +104,8 @@ class Arithmetic:
         """Compute the new momentum, not yet rounded for storage, and the orthogonalizer's input, not yet changed by
         operations that a Muon variant adds to the step.
 
-        Both are bitwise equal to the values in the audited step, because `lerp` is an elementwise operation, so its
-        result does not depend on the sharding.
+        Both are bitwise equal to the values in the audited step, because the elementwise operation `lerp` does not
+        depend on the sharding.
         """
         s, grad = self.settings, grad.to(self.gradient).to(self.momentum)
         after = torch.lerp(buffer.to(self.momentum), grad, 1 - s.momentum)
@@ -132,8 +132,8 @@ class Arithmetic:
         """Orthogonalize whole matrices in the arithmetic of the audited step. The result is rounded to the dtype
         `wire`, unless the Muon variant adds an operation that runs on the result before ranks send it.
 
-        A batch takes hardly longer than a single matrix, which would be padded to a batch, and each matrix has the same
-        bits in both."""
+        A batch takes hardly longer than a single matrix, because a single matrix would be padded to a batch. Each
+        matrix's result has the same bits in both cases."""
         s, c = self.settings, self.choice
         # Ranks send the orthogonalizer's input in the dtype `wire`. Operations that a Muon variant runs before the
         # orthogonalizer are applied after this exchange, so their results are not rounded to `wire`.
@@ -160,7 +160,7 @@ class Arithmetic:
         Returns:
             A tuple (factor, matrix, kept). `factor` is the product of the stages' factors, in fp64. `matrix` is the
             resulting (rows, cols) matrix, rounded after each stage as in the audited step. `kept` is a copy of the
-            argument, with the new values that the stages store.
+            argument `kept`, updated with the new values that the stages store.
         """
         factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
         wide = torch.promote_types(matrix.dtype, torch.float32)
@@ -174,8 +174,9 @@ class Arithmetic:
         return factor, matrix, kept
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
-        """Compute the norm of the given weights, which a Muon variant's norm-controlling stages (operations) store in
-        their first step. Return a dict from the key of each of these stages to the norm, a (1,) fp64 tensor."""
+        """Compute the norm of the given weights. A Muon variant's stages (operations) that control the norm of the
+        weights store this norm in their first step. Return a dict from the key of each of these stages to the norm, a
+        (1,) fp64 tensor."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
     def weights_after(
@@ -307,8 +308,8 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Compute the factor by which each singular value of the normalized matrix is scaled by dividing the matrix by
-        `longer` and then applying all Newton-Schulz steps."""
+        """Compute the factor by which each singular value of the normalized matrix changes if the matrix is divided by
+        `longer` and all Newton-Schulz steps are applied to it."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()

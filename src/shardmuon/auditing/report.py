@@ -101,8 +101,8 @@ class MatrixRow:
             STAGE, an operation that a Muon variant adds to the step.
         compared: True if the step had an update to compare. Otherwise, `difference` and `allowed` are 0.
         difference: Relative difference between the applied update and the update of the dense reference, measured along
-            the singular vector where rounding explains the least of it (see [Note: the shake] in auditing/judge.py). If
-            both updates lead to bitwise equal weights, it is 0.
+            the singular vector along which it is largest compared with the rounding error (see [Note: the shake] in
+            auditing/judge.py). If both updates lead to bitwise equal weights, it is 0.
         allowed: Largest relative difference that rounding can explain. If both updates lead to bitwise equal weights,
             this is the limit for the difference between the dense reference and exact arithmetic.
     """

@@ -1,7 +1,7 @@
 """Save and load whole jobs with any sharding and number of ranks, and validate state dicts.
 
-This package is allowed to import the package `step` and everything that `step` is allowed to import. Users import this
-package with `from shardmuon import checkpoint`.
+This package may import the package `step` and all packages that `step` may import. Users import this package
+with `from shardmuon import checkpoint`.
 """
 
 from __future__ import annotations

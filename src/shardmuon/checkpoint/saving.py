@@ -161,7 +161,7 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
 
 
 def _members(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> list[list[str]]:
-    """For each parameter group of the optimizer, list the names that the group's parameters have in the model.
+    """List the names that the parameters of each of the optimizer's groups have in the model.
 
     Raises:
         ValueError: A group has a parameter that is not in the model.

@@ -36,7 +36,7 @@ from shardmuon.errors import ExchangeError, ranks_text
 
 _T = TypeVar("_T")
 
-Ranks = tuple[int, ...]  # a set of global ranks, in ascending order unless a docstring or comment states another order
+Ranks = tuple[int, ...]  # global ranks, in ascending order unless stated otherwise
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _Made:
     lanes: dict[Ranks, Lane] = field(default_factory=dict)
 
 
-# dict from each default process group to the process groups and lanes (channels for short messages) made under it
+# maps each default process group to the process groups and lanes (channels for short messages) created under it
 _MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
 
 
@@ -107,8 +107,8 @@ class GroupRef:
         if value is None or (isinstance(value, GroupRef) and default_group() is None):
             return value
         if isinstance(value, GroupRef):
-            # The check below also applies to a `GroupRef`, because it may have been pickled in a job with a different
-            # number of ranks.
+            # A `GroupRef` may have been pickled in a job with a different number of ranks, so check below that it
+            # contains this rank.
             found = value
         elif isinstance(value, (tuple, list)):
             found = cls(tuple(value))
@@ -156,10 +156,10 @@ def group_ranks(group: Any) -> Ranks:
 
 
 def group_for(ranks: Ranks, hint: Any = None) -> Any:
-    """Return the process group that consists of exactly these ranks (ascending). The first call for a set of ranks is
-    collective over these ranks. Later calls return the cached group.
+    """Return the process group that consists of exactly the given ranks (in ascending order). The first call for a set
+    of ranks is collective over these ranks. Later calls return the cached group.
 
-    If the default group or the group `hint` has exactly these ranks, this group is returned. Otherwise, a new group is
+    If the default group or the group `hint` has exactly these ranks, that group is returned. Otherwise, a new group is
     created. Its timeout is that of `hint`, or of the default group if `hint` is None. torch keeps the new group until
     `destroy_process_group()`.
     """
@@ -169,13 +169,13 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # the reference can return a process group that has been destroyed
+    if kept is not None and is_alive(kept):  # other code may still refer to a destroyed process group
         # The cached process group takes precedence over `hint`, because ranks that rebuild a plan can pass different
         # hints.
         return kept
     group = next((one for one in (world, hint) if one is not None and group_ranks(one) == ranks), None)
     if group is None:
-        number += 1  # equal on all ranks of the group: it counts groups of these ranks, which all of them create
+        number += 1  # number of groups created over these ranks so far, equal on all of them
         group = new_group_among(ranks, number, hint)
     made.groups[ranks] = number, weakref.ref(group)
     return group
@@ -184,14 +184,14 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
 def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | None = None) -> torch.device:
     """Choose the device on which ranks exchange tensors that are stored on `device`.
 
-    Return `preferred` if the ranks' process group has a backend other than gloo for that device. Otherwise, return
-    `device`, with one exception: if `device` is the CPU and the group has no CPU backend, return the accelerator. This
-    happens in NCCL-only jobs that offload parameters to the CPU.
+    Return `preferred` if the ranks' process group has a backend other than gloo for this device, or if there is only
+    one rank. Otherwise, return `device`, with one exception: if `device` is the CPU and the group has no CPU backend,
+    return the accelerator. This happens in NCCL-only jobs that offload parameters to the CPU.
     """
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
     config = dist.get_backend_config(group_for(ranks))
-    # dict from each device type to the group's backend for that type, for example {"cuda": "nccl"}
+    # maps each device type to the group's backend for it, for example {"cuda": "nccl"}
     backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     if preferred is not None and backends.get(preferred.type, "gloo") != "gloo":
         return preferred
@@ -209,9 +209,9 @@ class Traffic:
     """Counters of this rank's communication and of the matrices that this rank orthogonalized.
 
     Attributes:
-        exchanges: Number of all-to-all calls. A bucket is a set of matrices that are exchanged together. One call
-            gathers a bucket's matrices from shards, a second call returns the results, and a third call forwards
-            results to other replicas. A bucket needs the first two calls, the third call, or all three.
+        exchanges: Number of all-to-all calls. A bucket (a set of matrices that are exchanged together) has up to three:
+            one gathers the matrices from their shards, one returns the results, and one forwards results to other
+            replicas.
         agreements: Number of votes before steps, including votes that rejected the step.
         bytes_sent: Number of bytes that this rank sent in all-to-all calls.
         orthogonalized: Number of matrices orthogonalized on this rank.
@@ -243,7 +243,7 @@ class Traffic:
         return Pending(work, came, send)
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Return how much each counter has increased since `earlier`, an earlier copy of the counters, was made."""
+        """Return how much each counter has increased since the copy `earlier` was made."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
 
 
@@ -316,8 +316,8 @@ class Lane:
 
     @classmethod
     def over(cls, ranks: Ranks) -> Lane:
-        """Return the open lane (message channel) of these ranks (ascending, including this rank). Create a lane if none
-        is open."""
+        """Return the open lane (message channel) of the given ranks, or create one if none is open. `ranks` is in
+        ascending order and contains this rank."""
         world = default_group()
         if world is None:
             raise RuntimeError(
@@ -332,8 +332,8 @@ class Lane:
 
     @staticmethod
     def close_over(ranks: Ranks) -> None:
-        """Close the lane (message channel) of these ranks if this rank has one. A missing lane is not created just to
-        be closed, because the sequence number of the next lane would then differ between ranks."""
+        """Close this rank's lane (message channel) for the given ranks, if there is one. Do not create a lane just to
+        close it, because the sequence number of the next lane would then differ between ranks."""
         world = default_group()
         if world is not None and ranks in made_under(world).lanes:
             made_under(world).lanes[ranks].close()
@@ -363,8 +363,7 @@ class Lane:
                     pending.append(self._group.recv([found], member, 7))
                 self._wait(pending, deadline)
             except RuntimeError as error:
-                # Empty the list `pending`, because the error's traceback keeps the list alive, and handles in the list
-                # would keep connections open.
+                # The error's traceback keeps `pending` alive, and the handles in it would keep connections open.
                 pending.clear()
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
                 raise self._failed(what, late, error) from error

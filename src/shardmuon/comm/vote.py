@@ -62,8 +62,8 @@ from shardmuon.errors import Refused, fault_text, ranks_text
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
-# Largest number of presence bits (which say for which parameters a rank has a gradient) in the message of a vote. The
-# limit leaves 256 bytes of the message for the other fields.
+# Maximum number of presence bits in the message of a vote. Each bit says whether the rank has a gradient for one
+# parameter. The limit leaves 256 bytes of the message for the other fields.
 MOST_BITS = 8 * (Lane.LARGEST - 256)
 
 
@@ -112,7 +112,7 @@ class Fault:
         Args:
             component: All ranks that are connected to this rank, directly or through other ranks.
             phase: The operation on which the caller votes. It must be the same on all ranks.
-            asked: This rank's answer to a yes-or-no question of the caller.
+            asked: This rank's answer to a yes-or-no question, whose meaning is up to the caller.
 
         Returns:
             True if `asked` is True on any rank.
@@ -125,8 +125,7 @@ class Fault:
         flags = Flag.NONE if self.text is None else Flag.FAULT
         verdict = vote(Ballot(phase, flags, presence=int(asked)), component)
         if verdict.flags or verdict.phase != phase:
-            # After a failed vote, every rank calls `gather` to exchange error messages, whatever operation the rank
-            # voted on.
+            # After a failed vote, all ranks exchange error messages here, even if they voted on different operations.
             gather({}, component, self)
             raise _other_call(component, verdict)
         return bool(verdict.presence)
@@ -149,10 +148,10 @@ class Flag(IntFlag):
 
     Attributes:
         FAULT: The rank has an error and cannot proceed.
-        STALE: The binding (the plan or the layouts that all connected ranks build together and cache between calls) is
-            missing on the rank or does not match the rank's parameters.
+        STALE: The binding (the plan or the layouts shared by all connected ranks) is missing on the rank or does not
+            match the rank's parameters.
         AUDIT: The rank requests that this optimizer step be audited.
-        UNLIKE: Ranks have different digests (hashes) of data that must be equal on them. Only a verdict has this flag.
+        UNLIKE: Digests (hashes) that must be equal on all ranks of a set differ. Only a verdict has this flag.
         BEYOND: The rank is connected to ranks that do not take part in this vote.
     """
 
@@ -186,7 +185,7 @@ _Message = tuple[int, int, int, int]  # message of a rank in a vote: (phase, fla
 
 
 def vote(ballot: Ballot, component: Ranks) -> Ballot:
-    """Merge the ballots (messages) of all ranks of a component (all connected ranks) into one ballot, the verdict.
+    """Merge the ballots (messages) of all ranks of a component (a set of connected ranks) into one ballot, the verdict.
     Collective over the component. All ranks return the same verdict.
 
     Raises:
@@ -315,7 +314,7 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
         everyone = Lane.over(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
         _refuse(dict(zip(before, everyone, strict=True)), fault)
     num_done = 0
-    while num_done < _num_rounds(known):  # all connected ranks compute the same number of rounds
+    while num_done < _num_rounds(known):  # the number of rounds is equal on all connected ranks
         for ranks in in_order(sets):
             for heard in Lane.over(ranks).share(pickle.dumps(known), "finding out who belongs together"):
                 known.update(heard)
@@ -401,8 +400,8 @@ class Call(ABC, Generic[_K]):
 
     Attributes:
         phase: The operation on which the ranks vote, such as a step.
-        renews: What to do if the bindings (the plan or the layouts that all connected ranks build together and cache
-            between calls) differ between ranks: rebuild them if True, raise an error if False.
+        renews: Whether to rebuild the bindings (the plans or layouts shared by all connected ranks) if they differ
+            between ranks. If False, an error is raised instead.
         doing: Verb for error messages, such as "clip".
         rule: Sentence for error messages that says which inputs must be equal on all ranks of a set.
     """
@@ -414,18 +413,18 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def known(self) -> _K | None:
-        """Return the binding (the plan or the layouts that all connected ranks have built together) that the last call
-        cached, or None if no cached binding applies to this call."""
+        """Return the binding (the plan or the layouts shared by all connected ranks) that the last call cached, or None
+        if no cached binding applies to this call."""
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
-        """Return True if the cached binding `kept` (the plan or the layouts that all connected ranks have built
-        together) matches the current parameters, layouts and options."""
+        """Return True if the cached binding `kept` (the plan or the layouts shared by all connected ranks) matches the
+        current parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
         """Return the ranks that took part in this rank's last vote, or None if this rank has not yet voted under the
-        current default process group. The method is called only on a rank without a cached binding (the plan or the
-        layouts that all connected ranks build together and cache between calls)."""
+        current default process group. This method is called only on ranks without a cached binding (the plan or the
+        layouts shared by all connected ranks)."""
         return None
 
     @abstractmethod
@@ -436,8 +435,7 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
-        """Rebuild the binding: the plan or the layouts that all ranks connected by parameters or process groups build
-        together and cache between calls. Collective over these ranks.
+        """Rebuild the binding (the plan or the layouts shared by all connected ranks). Collective over these ranks.
 
         This method must record its errors in `fault`, because no caller catches its exceptions. `before` contains the
         ranks that last voted together, or is None if these ranks are unknown.
@@ -458,7 +456,7 @@ class Call(ABC, Generic[_K]):
         """Format an error message about the first input of the call that differs between the ranks of a set.
 
         Args:
-            ranks: The set.
+            ranks: The set of ranks.
             everyone: For each rank of the set, the list that `lines` returned; None if the rank does not know the set.
         """
         told = [lines or ["nothing to say"] for lines in everyone]
@@ -470,9 +468,9 @@ class Call(ABC, Generic[_K]):
         )
 
     def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:
-        """Vote with all connected ranks on whether to make the call. The call needs a binding: the plan or the layouts
-        that these ranks build together and cache between calls. If the binding is out of date on any rank, all ranks
-        rebuild it and vote again. Collective over all connected ranks.
+        """Vote with all connected ranks on whether to make the call. If the binding (the plan or the layouts shared by
+        all connected ranks) is out of date on any rank, all ranks rebuild it and vote again. Collective over all
+        connected ranks.
 
         Args:
             fault: Record of this rank's error, if this rank already has one.
@@ -510,12 +508,11 @@ class Call(ABC, Generic[_K]):
             fresh = self.renew(None if verdict.flags & Flag.BEYOND else kept.component, fault)
 
     def renewed(self, fault: Fault) -> _K:
-        """Rebuild the binding (the plan or the layouts that all connected ranks build together), starting on a rank
-        without a cached binding. Collective over all connected ranks: those with a cached binding learn of the rebuild
-        in their next vote ([Note: who votes])."""
+        """Rebuild the binding (the plan or the layouts shared by all connected ranks), because this rank has not cached
+        one. Collective over all connected ranks. Ranks with a cached binding learn of the rebuild in their next vote
+        ([Note: who votes])."""
         sets, component = list[Ranks](), None
-        # Try twice to find the sets of ranks that are waiting for this rank, because an interrupt can end the first
-        # attempt.
+        # Try twice to find the ranks that wait for this rank's vote, because an interrupt can end the first attempt.
         for _ in range(2):
             with fault:
                 before = self.before()
@@ -532,8 +529,8 @@ class Call(ABC, Generic[_K]):
         """Find out why a vote failed, and raise Refused with the reason on every rank. Collective over all ranks that
         voted.
 
-        If the reason is that ranks have cached different bindings (the plan or the layouts, which must be equal on all
-        connected ranks), and `renews` is True, return on every rank instead. The caller then rebuilds the bindings.
+        If ranks have cached different bindings (plans or layouts, which must be equal on all connected ranks) and
+        `renews` is True, return on every rank instead. The caller then rebuilds the bindings.
         """
         component, token = kept.component, kept.token if self.renews else b""
         everyone = gather({(): token, **digests}, component, fault)
@@ -565,7 +562,7 @@ def refuse_unlike(
     component, unlike, mine = tuple(everyone), None, None
     with fault:
         for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
-            # True if the digests differ, or if only some ranks of the set have a digest
+            # a missing digest (None) also counts as a difference
             if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
                 unlike = ranks
                 break

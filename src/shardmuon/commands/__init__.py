@@ -1,1 +1,1 @@
-"""The `shardmuon` command. This package is allowed to import any other part of shardmuon."""
+"""The `shardmuon` command. This package may import any other part of shardmuon."""

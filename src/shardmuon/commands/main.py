@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `shardmuon plan` to a parser. The command line has arguments for only some options of
-    `Muon`; the function `shardmuon.foresight.plan` accepts all of these options."""
+    """Add the arguments of `shardmuon plan` to a parser. They cover only some options of `Muon`; the function
+    `shardmuon.foresight.plan` accepts the others, too."""
     parser.set_defaults(run=_plan)
     parser.add_argument(
         "model", help="a preset (llama3-8b, deepseek-v3, ..), a config.json (needs transformers), or MODULE:FUNCTION"

@@ -68,7 +68,7 @@ def _worst(found: Iterable[float]) -> float:
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
-# dict from the name of a set of layouts to the names of the set's layouts
+# names of the layouts in each set, keyed by the set's name
 _SETS = {"torch": (*LAYOUTS, *Fsdp1Run.ROWS), "deepspeed": tuple(ZeroRun.ROWS)}
 
 

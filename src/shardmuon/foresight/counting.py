@@ -63,7 +63,7 @@ class _Sent(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Total number of bytes, inside the node and across nodes."""
+        """Total number of bytes, within the node and across nodes."""
         return self.inside + self.across
 
 
@@ -156,8 +156,8 @@ class BucketCount:
 
 
 class _Ways(NamedTuple):
-    """Tiles (parts) of one matrix on all ranks, as arrays with one element per tile. The tiles are sorted by rank. The
-    tiles of each rank are in the order in which the rank processes them.
+    """Tiles (parts) of one matrix on all ranks, as arrays with one element per tile. The tiles are sorted by rank and,
+    within a rank, by the order in which the rank processes them.
 
     Attributes:
         at: Rank that stores the tile.
@@ -175,8 +175,8 @@ class _Ways(NamedTuple):
 
 def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
     """Return a function that maps a matrix of the plan to its tiles (parts of the matrix) and the ranks that exchange
-    them. The function caches its results, because the results are equal for matrices that have the same layout and are
-    orthogonalized by the same ranks."""
+    them. The function caches its results, because matrices with equal layouts that are orthogonalized by the same ranks
+    have equal results."""
 
     @cache
     def stored(layout: ParamLayout, matrix: int) -> tuple[_Ints, _Ints, list[Piece]]:
@@ -264,10 +264,9 @@ def _told(plan: Plan, bucket: Bucket, ways: Callable[[Item], _Ways]) -> Iterator
     """Yield the messages that send a Muon variant's state, such as NorMuon's second moments, to the ranks that store
     it. A message is a tuple (exchange, sender, receiver, bytes).
 
-    The owner of a matrix is the rank that orthogonalizes it. If the receiver exchanges tiles (parts of the matrix) with
-    the owner, the sender is the owner, and the exchange is "scatter". Otherwise, other replicas exchange the receiver's
-    tiles with the owner. The sender is then the rank that exchanges the receiver's first tile with the owner, and the
-    exchange is "relay". If the owner itself stores this tile, the owner is the sender, and the exchange is "scatter".
+    A rank receives the state from the rank that sends it the results for its first tile (part of the matrix). A rank
+    without tiles receives the state from the owner, the rank that orthogonalizes the matrix. The exchange is "scatter"
+    if the sender is the owner, and "relay" otherwise.
     """
     items = map(plan.items.__getitem__, bucket.items)
     travelling = ((item, kept) for item in items for kept in plan.specs[item.param].kept if kept.travels)
@@ -290,8 +289,7 @@ def _ints(numbers: Iterable[Any]) -> _Ints:
 def _sides(
     messages: tuple[_Ints, _Ints, _Ints], more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
 ) -> tuple[list[_Sent], list[_Sent]]:
-    """Count the bytes that each rank sends and receives in one exchange, and the ranks to which it sends and from which
-    it receives them.
+    """Count the bytes that each rank sends and receives in one exchange, and the rank's peers.
 
     Args:
         messages: Three arrays with one element per message: the senders, the receivers, and the sizes in bytes.

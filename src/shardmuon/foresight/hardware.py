@@ -7,12 +7,11 @@ machine. Each estimate has a best, a middle and a worst value, computed from the
 numbers in the file. `Rates` records which unchecked numbers it used, and which tables it extrapolated.
 
 [Note: how an exchange is timed]
-    NCCL implements an all-to-all as sends and receives, and its cost model does not cover an all-to-all. For an
-    all-to-all within a node, `Rates` uses the measured times in the machine's file, if there are any. Otherwise, the
-    estimate is the sum of a fixed latency, a latency for each peer, and the transfer time. The links within a node and
-    the network transfer data at the same time, so the slower of the two determines the transfer time. Each rank has
-    only its own share of the network bandwidth, because an all-to-all cannot use the NICs of other ranks (see
-    nccl-tests#267).
+    NCCL's cost model does not cover an all-to-all, which NCCL implements as sends and receives. For an all-to-all
+    within a node, `Rates` uses the measured times in the machine's file, if there are any. Otherwise, the estimate is
+    the sum of a fixed latency, a latency for each peer, and the transfer time. The links within a node and the network
+    transfer data at the same time, so the slower of the two determines the transfer time. Each rank has only its own
+    share of the network bandwidth, because an all-to-all cannot use the NICs of other ranks (see nccl-tests#267).
 
 [Note: batches]
     Matrices of the same shape are processed in batches. The batch size depends on the shape and the device. The last
@@ -42,20 +41,18 @@ from shardmuon.orthogonalize import batch_size
 # `Rates.passed` adds the bytes that are read from receive buffers and written to send buffers, which depend on the
 # dtype of the exchange. G is the gradient, B the momentum buffer, U the update, W the weight.
 #   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the send buffer).
-#   momentum: only the first lerp of "pack". This pass updates the momentum of elements that another replica sends.
+#   momentum: only the first lerp of "pack", which is enough if another replica sends the elements.
 #   apply: scale (read W, write W), add (read U, read W, write W). With a 2-byte exchange dtype, `Rates.passed` adds a
 #     conversion to fp32 (read the receive buffer, write U).
 #   adamw: The fused kernel reads the parameter, the gradient and both moments, and writes all except the gradient.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
-# Number of kernel launches in five Newton-Schulz steps, by orthogonalization method. Launches were counted as the
-# operations, other than views, that a TorchDispatchMode sees. The number applies to a batch, or to a single matrix if
-# the method does not batch matrices. The launch time is a lower bound on the estimated time, which matters for small
-# matrices.
+# Number of kernel launches in five Newton-Schulz steps on a batch (or on one matrix, if the method does not batch
+# matrices), by orthogonalization method. They were counted with a TorchDispatchMode, ignoring views. The time of the
+# launches is a lower bound on the estimated time, which matters for small matrices.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
-# Dict with the meaning and unit of each number in a hardware file. A key is either the name of a number or the common
-# first words in the names of several related numbers. For a table, the unit is followed by the size that indexes the
-# table, in parentheses.
+# Meaning and unit of each number in a hardware file. A key is either the name of a number or the first words that the
+# names of several related numbers share. For a table, the size that indexes the table follows the unit, in parentheses.
 _NUMBERS = {
     "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
@@ -92,7 +89,7 @@ _OPTIONAL = {
 _FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
-# row of a table in a hardware file: (size, smallest value, middle value, largest value)
+# a row of a table in a hardware file: (size, smallest value, middle value, largest value)
 _Row = tuple[float, float, float, float]
 # Array of shape (3,). For an entry of a hardware file, it contains the smallest, middle and largest value; for an
 # estimate, the best, middle and worst value.
@@ -109,8 +106,8 @@ class _Known:
         rows: Dict from the aspect ratio of a matrix (long side / short side) to the rows of a table, sorted by size. If
             the table does not depend on the aspect ratio, the only key is 1. A single number is stored as one row of
             size 1.
-        slope: How values continue beyond the last size: 0 if they stay constant (such as rates), 1 if they grow in
-            proportion to the size (such as the time of an exchange).
+        slope: Growth of values beyond the last size: 0 if they stay constant (as rates do), 1 if they are proportional
+            to the size (as the time of an exchange is).
     """
 
     source: str
@@ -122,18 +119,18 @@ class _Known:
     def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[_Ends, bool]:
         """Look up the value for a size (above 0) and, for matrices, an aspect ratio.
 
-        Values between two sizes or two aspect ratios are interpolated. Return the value as (least, middle, largest),
+        Values between two sizes or two aspect ratios are interpolated. Return the value as (smallest, middle, largest),
         and whether it was extrapolated.
         """
         aspects = sorted(self.rows)
         along, outside = zip(*(self._along(self.rows[one], size) for one in aspects), strict=True)
         value = np.array([_between(aspect, aspects, values) for values in zip(*along, strict=True)])
-        value.flags.writeable = False  # all callers share the cached array
+        value.flags.writeable = False  # read-only, because `lru_cache` gives all callers the same array
         return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
-        # Below the first size in the table, values are constant. If `slope` is 1 (mostly for times), a size below the
-        # first one does not count as an extrapolation, because latency dominates short operations.
+        # Below the first size in the table, values are constant. In tables with slope 1 (mostly times), such sizes do
+        # not count as extrapolations, because latency dominates short operations.
         sizes, *ends = zip(*rows, strict=True)
         beyond = max(1.0, size / sizes[-1]) ** self.slope
         value = beyond * np.array([_between(size, sizes, values) for values in ends])
@@ -219,7 +216,7 @@ class Hardware:
 
     @property
     def gpus_per_node(self) -> int:
-        """Number of ranks on one node. Fast links connect these ranks."""
+        """Number of ranks on one node, which are connected by fast links."""
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
@@ -244,7 +241,7 @@ class Hardware:
 
 @dataclass
 class Rates:
-    """Estimates how many seconds work takes on a machine, and records the unreliable numbers that the estimates used.
+    """Estimator of the time that work takes on a machine. It records the unreliable numbers that its estimates used.
 
     Attributes:
         hardware: Machine on which every rank runs.
@@ -285,8 +282,8 @@ class Rates:
         table = self.hardware[name]
         size = batch_size(rows, cols, device) if method in ("standard", "gram") else 1
         alone, outside = table.at(short, aspect)
-        # A batch with more work than the table's largest matrix gets the largest matrix's efficiency. This lookup is
-        # not recorded as an extrapolation, because only single matrices larger than those in the table are reported.
+        # A batch with more work than the largest matrix in the table gets the efficiency of that matrix. This does not
+        # count as an extrapolation; a single matrix larger than those in the table does.
         filled, _ = table.at(short * size ** (1 / 3), aspect)
         self._note(name, table, f"{rows}x{cols}" if outside else "")
         share = np.array([max(alone[2], filled[2]), math.sqrt(alone[1] * filled[1]), min(alone[0], filled[0])])
@@ -332,7 +329,7 @@ class Rates:
         Args:
             what: Name of the pass, a key of `_BYTES_MOVED`, such as "apply".
             elements: Number of elements that the pass processes.
-            fragment: Mean number of elements that a rank holds of each matrix.
+            fragment: Mean number of elements of one matrix that a rank holds.
             wire_bytes: Number of bytes per element in the exchange's send and receive buffers.
         """
         if not elements:

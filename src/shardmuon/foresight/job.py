@@ -2,8 +2,8 @@
 
 [Note: units]
     A unit is a set of parameters that are planned together: the parameters of one pipeline stage or, under ZeRO, those
-    of one optimizer group in a stage. The functions in layout/ that compute the layouts of a real job's tensors also
-    compute these layouts, so the plan has the same digests as the plan of the real job.
+    of one optimizer group in a stage. Their layouts are computed by the same functions in layout/ as in a real job, so
+    the plan has the same digests (hashes) as the plan of the real job.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ class _Param:
         shape: Global shape.
         group: Index of the parameter's optimizer group.
         use_muon: True if Muon updates the parameter, False if AdamW updates it.
-        view: Describes how Muon reads the parameter as matrices. It has no matrices if AdamW updates the parameter.
+        view: Description of how Muon reads the parameter as matrices. It contains no matrices if AdamW updates the
+            parameter.
         cut: Dim along which tensor parallelism shards the parameter, as a negative index; None if the parameter is
             replicated.
         expert: True if the first dim indexes experts.
@@ -252,7 +253,7 @@ def _layers(module: nn.Module) -> dict[int, int]:
 # ------------------------------------------------------------------------------------------------------------- units
 
 
-# tuple (parameter, layout, mesh with the parameter's placements), where the mesh is None for parameters in flat buffers
+# (parameter, layout, mesh with the parameter's placements); the mesh is None for parameters in flat buffers
 _Placed = tuple[_Param, ParamLayout, OnMesh | None]
 
 
@@ -262,7 +263,7 @@ class _Unit(NamedTuple):
     Attributes:
         ranks: Ranks that store the parameters.
         placed: The parameters, with their layouts.
-        stepped: With ZeRO, the number of elements that each rank updates, including padding: every rank stores the
+        stepped: With ZeRO, the number of elements that each rank updates, including padding. Every rank stores the
             weights of the whole flat buffer but updates only its own part. Without ZeRO, the number is 0, because each
             rank updates exactly the shards that it stores.
         stage: Index of the pipeline stage. Pipeline stages with equal parameters share the index of the first such
@@ -370,8 +371,8 @@ def _on_meshes(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Uni
 
 
 def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
-    """Return a parameter's placements after `parallelize_module` and then `fully_shard`. Experts are placed as in
-    torchtitan. DDP's plain tensors are treated as replicated DTensors.
+    """Return the placements that a parameter has after `parallelize_module` followed by `fully_shard`. Experts are
+    placed as in torchtitan. DDP's plain tensors are treated as replicated DTensors.
 
     With ep > 1, experts are placed on a mesh of shape (dp, shard x tp / ep, ep). Expert parallelism divides the experts
     along the last mesh axis. FSDP then shards them along the middle axis: on dim 1 if there are fewer experts than
@@ -505,12 +506,12 @@ class _RankClass:
 
     @property
     def peak(self) -> int:
-        """Upper bound on the bytes that a step needs on each of these ranks, in addition to the bytes `stored` between
-        steps.
+        """Upper bound on the bytes that each rank in the class (a set of ranks that do equal work) needs during a step,
+        in addition to the bytes `stored` between steps.
 
-        The bound covers the batches and exchange buffers of two buckets (groups of matrices), a workspace of four times
-        the batches of one bucket, and 8 bytes for each element whose momentum is updated at the same time (see
-        docs/memory.md).
+        The bound covers the batches and exchange buffers of two buckets (groups of matrices), a workspace four times as
+        large as the batches of one bucket, and 8 bytes for each element whose momentum is updated by the same foreach
+        call (see docs/memory.md).
         """
         moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
         work = max((b.batches for b in self.buckets), default=0)
@@ -663,7 +664,7 @@ class Exact:
 
 
 class _Planned:
-    """A model on a mesh, with the options of its optimizer.
+    """Model on a mesh, with the options of its optimizer.
 
     Attributes:
         config: The optimizer's options.
@@ -685,7 +686,7 @@ class _Planned:
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
-        # dict from (index of the optimizer group, layout) to a `Spec`, the plan's description of a parameter
+        # maps (index of the optimizer group, layout) to a `Spec`, the plan's description of a parameter
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}
 
     def spec_of(self, placed: _Placed) -> Spec:

@@ -99,7 +99,8 @@ def _from_config(text: str) -> nn.Module:
     kind = getattr(given, names[0], None) if names else None
     with torch.device("meta"):
         model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    if hasattr(model, "tie_weights"):  # Tie weights explicitly, because transformers does not on the meta device.
+    # Tie weights explicitly, because transformers does not tie them on the meta device.
+    if hasattr(model, "tie_weights"):
         model.tie_weights()
     assert isinstance(model, nn.Module)
     return model
@@ -129,7 +130,7 @@ def _from_function(text: str, meta: bool) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------------ modules from shapes
 
-_Make = Callable[[Ints], nn.Module]  # function that creates a module, given the shape of the module's first parameter
+_Make = Callable[[Ints], nn.Module]  # creates a module from the shape of the module's first parameter
 
 
 @cache
@@ -191,22 +192,22 @@ _DECODER: Mapping[str, Any] = {
     "head_dim": 0,  # size of an attention head; 0 selects hidden_size / num_attention_heads
     "intermediate_size": 0,  # inner size of dense feed-forward layers; 0 selects 4 * hidden_size
     "tie_word_embeddings": False,
-    # True adds biases to the projections q, k and v; "all" also adds a bias to the projection o
+    # True if the projections q, k and v have biases; "all" if the projection o has one, too
     "attention_bias": False,
-    "qk_norm": False,  # True normalizes queries and keys in each head
+    "qk_norm": False,  # True if queries and keys are normalized in each head
     # Type of the feed-forward layers: "gated" selects gate, up and down projections. "plain" selects two linear layers
-    # and, as in GPT-2, biases, LayerNorm, learned positions and weights that are stored transposed.
+    # as in GPT-2, and also GPT-2's biases, LayerNorm, learned positions and transposed weights.
     "mlp": "gated",
     "max_position_embeddings": 0,  # number of learned positions, used only if "mlp" is "plain"
     "num_experts": 0,
     "moe_intermediate_size": 0,
     "num_shared_experts": 0,  # number of experts that are always active; they are fused into one dense layer
     "first_k_dense": 0,  # number of layers without experts before the first layer with experts
-    "router_bias": False,  # True adds a bias to the router, with one entry per expert
-    # True selects experts as in gpt-oss: with biases, stored transposed, and with gate and up projections fused in one
+    "router_bias": False,  # True if the router has a bias, with one entry per expert
+    # True if experts are stored as in gpt-oss: with biases, transposed, and with gate and up projections fused in one
     # stack.
     "expert_bias": False,
-    "attention_sinks": False,  # True adds a learned attention sink to each head, as in gpt-oss
+    "attention_sinks": False,  # True if each head has a learned attention sink, as in gpt-oss
     # Sizes of DeepSeek's latent attention. With kv_lora_rank 0, the model has grouped-query attention instead. With
     # q_lora_rank 0, queries are not compressed.
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
@@ -349,7 +350,8 @@ def build(sizes: Mapping[str, Any]) -> nn.Module:
     matrices. Such a module gets the class name that Hugging Face or torchtitan uses.
 
     Args:
-        sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, and optionally the keys of `_DECODER`.
+        sizes: Dict with the keys vocab_size, hidden_size, num_hidden_layers, num_attention_heads and, optionally, the
+            keys of `_DECODER`.
     """
     c = SimpleNamespace(**{**_DECODER, **sizes})
     latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}

@@ -43,11 +43,11 @@ _FACTORS = {
     "host": "what Python and launches take",
 }
 _EXCHANGES = ("gather", "scatter", "relay")
-# dict from uncertain factor to the value that a simulation uses: 0 for the best value, 1 for the middle, 2 for the
+# maps each uncertain factor to the value that a simulation uses: 0 for the best value, 1 for the middle, 2 for the
 # worst
 _Pick = Mapping[str, int]
 _Ends = NDArray[np.float64]  # array of shape (3,) with the best, middle and worst value of an estimate
-# dict from the name of an uncertain factor to the part of an estimated time, in seconds, that depends on the factor
+# maps each uncertain factor to the part of an estimated time, in seconds, that depends on this factor
 _Seconds = dict[str, _Ends]
 _Key = tuple[object, ...]  # identifier of a bucket (group of matrices), equal on all ranks that exchange the bucket
 
@@ -264,8 +264,8 @@ def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
 
 
 class _Pricer:
-    """Estimates the times of all buckets (groups of matrices) on all classes of ranks, and simulates optimizer steps
-    with these times. A class is a set of ranks that do equal work.
+    """Simulator of optimizer steps, based on estimated times for all buckets (groups of matrices) on all classes of
+    ranks. A class is a set of ranks that do equal work.
 
     Attributes:
         _held: For each class, the indices of its buckets in `_phases`. Equal buckets of different classes have the same
@@ -273,8 +273,8 @@ class _Pricer:
         _overlap: Fraction of an exchange that can run at the same time as matrix products.
         _first: Time before the first bucket, as a dict from uncertain factor to the seconds that depend on this factor.
         _phases: For each bucket, a tuple of the key that its ranks share (None if they exchange nothing) and a nested
-            dict from phase to uncertain factor to seconds. The dict has no items for exchanges that the bucket does not
-            need.
+            dict from phase to uncertain factor to seconds. Exchanges that the bucket does not need are left out of the
+            dict.
         _adamw: Seconds that AdamW takes on each class.
     """
 
@@ -408,8 +408,8 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            # Each of the n ranks that exchange a bucket (group of matrices) adds 1/n to `members`, so `members` counts
-            # groups of n ranks.
+            # A bucket (group of matrices) is exchanged by n ranks. Each of them adds 1/n, so `members` is the number of
+            # such groups of n ranks.
             members[key] += rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
@@ -518,7 +518,7 @@ def _size(value: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a count; for example, 70.6 billion is formatted as "70.6 B"."""
+    """Format a count; 70.6 billion becomes "70.6 B"."""
     return f"{value:,.0f}" if value < 1e6 else _scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
@@ -565,7 +565,7 @@ def _answers(report: Report) -> _Section:
 
 def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
-    # `need` is an upper bound on the memory, because `largest.peak` is an upper bound on the extra memory of a step.
+    # The job may need less memory than `need`, because `largest.peak` is an upper bound.
     need = largest.stored.total + largest.peak
     never = "does not fit" if largest.stored.total > have else "may not fit"
     fits = never if need > have else "tight" if need > 0.9 * have else "fits"
@@ -641,7 +641,7 @@ _PHASES = {
 def _lanes(events: Sequence[Event]) -> list[int]:
     """Assign each event to a lane, that is, a horizontal row of the timeline. Lane 0 is for computation, and all other
     lanes are for exchanges. Exchanges that overlap in time are assigned to different lanes."""
-    free: list[float] = []  # time at which each of the timeline's lanes for exchanges becomes free
+    free: list[float] = []  # times at which the timeline's rows for exchanges become free
     found = []
     for event in events:
         lane = 0

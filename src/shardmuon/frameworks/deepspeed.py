@@ -137,7 +137,8 @@ class _Flat(Core):
         slices, process_group = _slices_of(flat, params, zero3)
         self.parts = [(names[id(part.param)], part, _make_shard(flat, part, process_group)) for part in slices]
         self.state = defaultdict(dict)
-        # The groups must exist before the first vote, because a rank that votes with an error is also asked for them.
+        # Set `param_groups` now, because a rank that has an error before its first step still votes, and the vote reads
+        # `param_groups`.
         self.take_options(group)
         if self.swapped:
             _refuse_swaps(self.parts, zero3)
@@ -148,7 +149,8 @@ class _Flat(Core):
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def take_options(self, group: Mapping[str, Any]) -> None:
-        """Make this core's only group: the options of an optimizer group, with this rank's shards as parameters."""
+        """Give this core a single group, with the options of an optimizer group and this rank's shards as
+        parameters."""
         names, shards = [name for name, _, _ in self.parts], [shard for _, _, shard in self.parts]
         self.param_groups = [{**group, "params": shards, "param_names": names}]
 
@@ -197,11 +199,11 @@ class _DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]], dict[str, Any]]] = []
-        # dict from the id of a flat buffer's tensor to its `_Flat`, including flat buffers that AdamW updates
+        # maps the id of each flat buffer's tensor to its `_Flat`, including flat buffers that AdamW updates
         self._flats: dict[int, _Flat] = {}
         self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
-        # Dict from parameter name to the Muon variant's state that was loaded from a checkpoint, until `_Flat.take`
-        # moves the state to a flat buffer.
+        # Muon variant's state from a checkpoint, by parameter name. It stays here until `_Flat.take` moves it to a flat
+        # buffer.
         self._carried: dict[str, dict[str, Tensor]] = {}
         self._num_stepped = 0  # number of flat buffers stepped so far in the current training step
 
@@ -235,8 +237,8 @@ class _DeepSpeedHost(Host):
                 group["params"] = []
 
     def _restore_options(self, core: Any) -> None:
-        """Repair options and step counts after DeepSpeed has loaded a universal checkpoint. In addition, take the
-        variant's state (such as NorMuon's second moments) out of the groups, in which it was saved.
+        """Repair options and step counts after DeepSpeed has loaded a universal checkpoint. In addition, move the
+        variant's state (such as NorMuon's second moments) from the groups, in which it is saved, to `_carried`.
 
         DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position. With ZeRO stage 3,
         it assigns the options of the first group to every group. It also gives all sub-groups the same "step" tensor,
@@ -289,8 +291,8 @@ class _DeepSpeedHost(Host):
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # Put the Muon variant's state (such as NorMuon's second moments) for the matrices of all groups into the
-            # first group, because ZeRO stage 3 loads only the first group of a universal checkpoint.
+            # ZeRO stage 3 loads only the first group of a universal checkpoint, so save the Muon variant's state (such
+            # as NorMuon's second moments) for the matrices of all groups in the first group.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries
@@ -331,17 +333,18 @@ class _DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """If DeepSpeed runs ZeRO stage 0 in half precision, return a function that raises an error; otherwise return
-        None. Stage 0 is recognized by its first call to `step`, which comes from `initialize_optimizer_states`, a
-        function that only creates state."""
+        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. In
+        that mode, the first call to `step` comes from DeepSpeed's function `initialize_optimizer_states`, which only
+        creates state."""
         return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
         """Handle one of the calls to `step()` that DeepSpeed makes in a training step. The call steps the groups that
         DeepSpeed has put into `core.param_groups`."""
         try:
-            # At the first call to `step()` in a training step, either no flat buffer has ever been updated, or all of
-            # them were updated in the previous training step (see [Note: one vote before the first call]).
+            # At the first call to `step()` in a training step, the counter is 0 (before the first training step, or
+            # after an error) or equal to the number of flat buffers (which were all updated in the previous training
+            # step). See [Note: one vote before the first call].
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
@@ -372,8 +375,7 @@ class _DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            # `_step_flats` creates the state of swapped flat buffers, because swapped flat buffers are not in memory
-            # yet.
+            # Swapped flat buffers are not in memory yet, so `_step_flats` creates their state later.
             if not known.swapped:
                 self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
@@ -500,7 +502,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
     known, found = {id(p) for p in params}, {id(part.param) for part in slices}
     wrong = [part.param for part in slices if id(part.param) not in known]
-    if zero3 is None:  # With ZeRO stage 3, a flat buffer contains only the parameters of one sub-group.
+    if zero3 is None:  # With ZeRO stage 3, parameters of the group can be in the flat buffers of other sub-groups.
         wrong += [p for p in params if p.requires_grad and id(p) not in found]
     if wrong:
         raise ValueError(
@@ -547,7 +549,7 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice],
             "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
         )
     group = members[0]._dp_group
-    # offset of this rank's part in the model's buffer, in elements
+    # offset of this rank's part in the buffer that holds the model's parameters, in elements
     first = group_ranks(group).index(my_rank()) * flat.numel()
     begin = min(p.storage_offset() for p in members)
     slices = []
@@ -564,8 +566,8 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    # With hpZ, partial offload or ZenFlow, DeepSpeed partitions parameters in a way that the code below does not
-    # support, or steps parts of them with its own Adam.
+    # With hpZ, partial offload or ZenFlow, DeepSpeed partitions parameters in a way that shardmuon does not support, or
+    # steps parts of them with its own Adam.
     for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
         found = getattr(zero3, name, allowed)
         if found != allowed:
@@ -654,7 +656,7 @@ def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
     """Make a leaf tensor that the optimizer steps instead of a parameter. The tensor is empty until a step turns it
     into a view of the parameter's slice in the flat buffer."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    # `home`, the device of the model's parameter, is needed only if ZeRO offloads the flat buffer to a different
+    # `home` is the device of the model's parameter, and is needed only if ZeRO offloads the flat buffer to another
     # device.
     home = part.param.device if part.param.device.type != flat.device.type else None
     return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
@@ -711,7 +713,8 @@ def _refuse_swaps(parts: Sequence[tuple[str, _Slice, Tensor]], zero3: Any) -> No
     """
     least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
     for name, part, _ in parts:
-        # A gradient in DeepSpeed's buffer has the same offset as its parameter, and as many elements, padding included.
+        # In DeepSpeed's buffer, a gradient has the same offset and number of elements as its parameter, including
+        # padding.
         if part.param.partition_numel() * size >= least and part.offset * size % _PAGE:
             raise ValueError(
                 f"{name}: DeepSpeed reads its gradient from NVMe to element {part.offset} of its sub-group (byte "
@@ -766,9 +769,11 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
     saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
     found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
     zero3.checkpoint_event_prologue()
-    zero3.load_state_dict([saved] * num_ranks())  # Load this rank's optimizer state, and read the swap files again.
+    # With NVMe offload, `engine.load_checkpoint` does not read the file with the optimizer's state, so load it here.
+    # This also reads the swap files.
+    zero3.load_state_dict([saved] * num_ranks())
     zero3.checkpoint_event_epilogue()
-    # If `loaded_checkpoint_dp_world_size` were not None, `_refuse_loaded` would raise an error in the next step.
+    # `_refuse_loaded` would raise an error in the next step if `loaded_checkpoint_dp_world_size` were still set.
     engine.loaded_checkpoint_dp_world_size = None
     return found
 

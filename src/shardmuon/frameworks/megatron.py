@@ -93,8 +93,7 @@ def get_megatron_optimizer(
         overrides: (pattern, choice) pairs (see `shardmuon.param_groups`). Patterns are matched against the model's
             parameter names without the prefix ``module.`` that wrappers add.
         use_gloo_process_groups: If True, the distributed optimizer gets a gloo group, which some checkpoint formats
-            need. The argument corresponds to the argument of Megatron's own function. It has no effect if
-            `pg_collection` is given.
+            need. Megatron's own function has the same argument. It has no effect if `pg_collection` is given.
         **muon_options: Options of `Muon`, such as ``method`` and ``momentum``. They take precedence over `config`.
 
     Returns:
@@ -230,8 +229,7 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
     """Make overrides that split Megatron's fused attention projections into separate matrices: q, k and v and, with
-    gated attention, the gates. A fused projection stores the rows of these matrices for one query group after
-    another."""
+    gated attention, the gates. In a fused projection, the rows of these matrices are interleaved by query group."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
@@ -256,9 +254,8 @@ def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
 
 
 def _of_experts(rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
-    """Copy the given overrides for experts. The copies apply only to experts and set the experts' tensor-parallel
-    group, which differs from the group of dense parameters. The last override in the list applies to all experts that
-    no copy matches."""
+    """Copy overrides for experts, whose tensor-parallel group differs from that of dense parameters. The copies match
+    only experts and set the experts' group. A last override sets this group for experts that no other copy matches."""
 
     def fits(name: str, param: Tensor, module: nn.Module, rule: Rule) -> bool:
         return _is_expert(param) and rule.fits(name, param, module)
@@ -297,8 +294,8 @@ def _routed(
     )
     out = []
     for group in made:
-        # Process groups differ between ranks, so they are added to the parameter groups after `_aligned` has compared
-        # the parameter groups of all ranks.
+        # Process groups differ between ranks, so they are added after `_aligned` has compared the parameter groups of
+        # all ranks.
         group.pop("tp_group", None)
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
@@ -319,7 +316,7 @@ def _routed(
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
             for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
-                with about(name):  # `_flat_shard` raises ValueError for invalid tensor-parallel attributes of `p`.
+                with about(name):  # `_flat_shard` checks the tensor-parallel attributes of `p`
                     _flat_shard(p, 0, None, _tp(groups, expert))
     return out
 
@@ -477,8 +474,8 @@ class _ShardHost(_Unfinished):
     """Integration with Megatron's distributed optimizer.
 
     Args:
-        core: Optimizer whose groups contain shards of all matrices, including empty shards. Different model chunks can
-            use the same parameter name, so a number is appended to repeated names.
+        core: Optimizer whose groups contain shards of all matrices, including empty shards. If model chunks use the
+            same parameter names, a number is appended to repeated names.
         shards: Dict from model parameter to its fp32 shard, for all parameters that have elements on this rank.
     """
 
@@ -502,12 +499,12 @@ class _ShardHost(_Unfinished):
         second moments), which is saved in the groups. Collective over all ranks."""
         kept, count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().load(core, state_dict)
-        for weight in self.weights(core):  # Remove the Muon variant's old state: Megatron loads into existing state.
+        for weight in self.weights(core):  # Megatron loads into existing state, so remove the Muon variant's old state.
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
-            # Always copy. The next step checks weight norms in all tensors that are new to the optimizer. Without the
-            # copy, loaded tensors could be new on some ranks only, and the ranks would disagree on what to check.
+            # Always copy, so that the loaded tensors are new to the optimizer on every rank. The next step checks
+            # weight norms in all new tensors, and all ranks must check the same tensors.
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core, count)
 
@@ -566,8 +563,8 @@ class _ShardHost(_Unfinished):
 
 def _optimizer_class(base: type) -> type:
     class Distributed(base):  # type: ignore[misc]
-        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. Its attribute `shardmuon` is the integration
-        object that stores the optimizer's shards."""
+        """Megatron's `DistributedOptimizer`, wrapped around a `shardmuon.Muon`. Its attribute `shardmuon` is the
+        integration object that stores the optimizer's shards."""
 
         optimizer_state_keys = ("exp_avg", "exp_avg_sq")
         shardmuon: _ShardHost
@@ -602,9 +599,9 @@ def _optimizer_class(base: type) -> type:
 
 
 def _distributed_optimizer(
-    base: type,  # Megatron's `DistributedOptimizer` class
+    base: type,
     muon: Muon,
-    *args: Any,  # further positional arguments of Megatron's class, up to init_state_fn
+    *args: Any,
     process_group: Any,
     tp_group: Any,
     **kwargs: Any,
@@ -614,8 +611,8 @@ def _distributed_optimizer(
     Args:
         base: Megatron's `DistributedOptimizer` class.
         muon: Optimizer whose groups contain the model's parameters. This function replaces the parameters with shards.
-        *args, **kwargs: Further arguments of `base`.
-        process_group: All ranks over which the parameters are replicated, across all instances of Megatron's
+        *args, **kwargs: Further arguments of `base`. The last positional argument is `init_state_fn`.
+        process_group: Group of all ranks over which the parameters are replicated, across all instances of Megatron's
             distributed optimizer.
         tp_group: Tensor-parallel group of the parameters; None without tensor parallelism.
     """
@@ -629,7 +626,7 @@ def _distributed_optimizer(
     for part in shards.values():
         part.requires_grad_(True)  # Megatron's shards have requires_grad=False, which `Muon` would treat as frozen.
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
-        if group["use_muon"]:  # Groups that AdamW updates keep the shards that Megatron has made.
+        if group["use_muon"]:  # AdamW's groups keep the shards that Megatron has made
             group["params"] = []
             for order, param in enumerate(params):
                 shard, start = shards.get(param), 0
@@ -647,7 +644,7 @@ def _distributed_optimizer(
 
 
 def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) -> FlatShard:
-    """Describe a shard that begins at element `start` of the flattened parameter.
+    """Make a `FlatShard`, which describes a shard that begins at element `start` of the flattened parameter.
 
     Raises:
         ValueError: The parameter's tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid.

@@ -7,17 +7,17 @@ this file. shardmuon never imports the package.
 [Note: Megatron-FSDP's storage]
     Each unit (FSDP module) stores its parameters in one flat buffer, with padding between the parameters. The buffer is
     split into equal parts, one per data-parallel rank. So a rank can store any number of whole rows of a parameter with
-    placement `Shard(0)`, and most ranks store none. For such a parameter, torch's chunking rule, its helper for offsets
-    and `full_tensor()` silently give wrong results.
+    placement `Shard(0)`, and most ranks store none. For such a parameter, torch's chunking rule, its offset helper and
+    `full_tensor()` silently give wrong results.
 
     Tensor parallelism shards a parameter before FSDP does, along any dim. The parameter's attribute
-    `megatron_fsdp_slice` is the range of elements of the tensor-parallel shard that this rank stores. If no
-    data-parallel axis of the mesh is sharded, a rank stores the whole tensor-parallel shard. The slices of all ranks
-    together must cover the parameter.
+    `megatron_fsdp_slice` contains the range of elements that this rank stores, as indices into the flattened
+    tensor-parallel shard. If no data-parallel axis of the mesh shards the parameter, a rank stores the whole
+    tensor-parallel shard. The slices of all ranks together must cover the parameter.
 
 [Note: empty shards]
     On a rank that stores no part of a parameter, `grad` stays None. If the parameter has gradients on other ranks, the
-    rank takes part in the step as if it had an empty gradient.
+    rank takes part in the step with an empty gradient.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _PACKAGES = ("megatron_fsdp", "megatron")
 
 
 class _MegatronFSDPEngine(DTensorEngine):
-    """Adapter that reads the layouts of Megatron-FSDP's parameters. It finds the position of the local tensor in a
-    parameter from the parameter's attributes instead of its placements (see [Note: Megatron-FSDP's storage])."""
+    """Engine (storage adapter) for Megatron-FSDP's parameters. It reads the position of the local tensor from the
+    parameter's attributes, not from its placements (see [Note: Megatron-FSDP's storage])."""
 
     believes_placements = False
 
@@ -82,8 +82,8 @@ class _MegatronFSDPEngine(DTensorEngine):
         return True
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """Return True if this rank stores no element of the parameter. A gradient cannot be missing for any other
-        reason, because Megatron-FSDP sets the gradients of all parameters of a model at once."""
+        """Return True if this rank stores no elements of the parameter. This is the only reason for a missing
+        gradient, because Megatron-FSDP sets the gradients of all parameters of a model at once."""
         return self.storage(param).numel() == 0
 
 
@@ -92,8 +92,8 @@ register(_ENGINE)
 
 
 class _MegatronFSDPCopy(Engine):
-    """Adapter that recognizes two kinds of parameters and raises an error for them: the unsharded copies that
-    Megatron-FSDP uses in the forward and backward pass, and the parameters of Megatron-FSDP's version 2."""
+    """Engine (storage adapter) that raises an error for parameters that are not supported: the unsharded copies that
+    Megatron-FSDP uses in the forward and backward passes, and all parameters of Megatron-FSDP's version 2."""
 
     def recognizes(self, param: Tensor) -> bool:
         own = param.__dict__
@@ -107,7 +107,8 @@ class _MegatronFSDPCopy(Engine):
         )
 
 
-# `_MegatronFSDPCopy` is tried before `_ENGINE`, because parameters of Megatron-FSDP's version 2 are DTensors, too.
+# The engine that is registered last is tried first. `_MegatronFSDPCopy` must be tried before all engines for DTensors,
+# because the parameters of Megatron-FSDP's version 2 are also DTensors.
 register(_MegatronFSDPCopy())
 
 
@@ -115,12 +116,12 @@ register(_MegatronFSDPCopy())
 
 
 def _place_of(param: Any) -> tuple[Cut, int, int, int]:
-    """Find out which rows of a parameter this rank stores.
+    """Find the rows of a parameter that this rank stores.
 
     Returns:
         A tuple (cut, num_parts, part, row). Tensor parallelism splits the parameter into `num_parts` parts, along the
-        dim and with the stride that `cut` contains. The rows on this rank belong to the part with index `part`, and
-        `row` is the index of the first of these rows within the part.
+        dim and with the stride given by `cut`. This rank's rows belong to the part with index `part`, and `row` is the
+        index of the first of them within that part.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -146,8 +147,8 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
 
 
 def _first_row(param: Any) -> int:
-    """Compute the index, in the tensor-parallel shard, of the first row that this rank stores, from the parameter's
-    attribute `megatron_fsdp_slice`."""
+    """Compute the index of this rank's first row within the tensor-parallel shard, from the parameter's attribute
+    `megatron_fsdp_slice`."""
     local = _ENGINE.storage(param)
     if not local.numel():
         return 0
@@ -186,8 +187,8 @@ def _uncounted(param: Any) -> str | None:
 
 
 def _mark(storage: Tensor, offsets: list[int]) -> None:
-    """Attach offsets in the global tensor to the local storage of a state tensor. torch.distributed.checkpoint uses
-    these offsets instead of the placements."""
+    """Attach to a state tensor's local storage the offsets of this storage in the global tensor.
+    torch.distributed.checkpoint then uses these offsets instead of the placements."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -203,8 +204,7 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
     storage.__create_write_items__ = write_items if storage.numel() else _no_items  # type: ignore[attr-defined]
 
 
-# `_no_items` is defined at the top level of the module, so that a tensor can be pickled if it has this function as an
-# attribute.
+# `_no_items` is defined at module level, so that tensors with this function as an attribute can be pickled.
 def _no_items(fqn: str, tensor: Any) -> list[Any]:
     return []
 
@@ -236,13 +236,13 @@ class _MegatronFSDPHost(Host):
         return core.complete_state if plain and self.caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Attach offsets in the global tensor to the local storage of state tensors. torch.distributed.checkpoint uses
-        these offsets instead of the placements. Only state tensors with the same placements as their Megatron-FSDP
-        parameter get offsets. A rank that stores no part of a parameter does not save the parameter's plain state
-        tensors, such as step counts.
+        """Attach to the local storage of state tensors the offsets of this storage in the global tensor.
+        torch.distributed.checkpoint then uses these offsets instead of the placements. Only state tensors with the same
+        placements as their Megatron-FSDP parameter get offsets. A rank that stores no part of a parameter does not save
+        the parameter's plain state tensors, such as step counts.
 
-        Tensor-parallel parts are saved one after another, even if the parameter is sharded with a stride. Megatron-FSDP
-        saves weights in the same way.
+        Tensor-parallel shards are saved one after another, even if the parameter is sharded with a stride.
+        Megatron-FSDP saves weights in the same way.
         """
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():
@@ -252,7 +252,7 @@ class _MegatronFSDPHost(Host):
                     offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
                     _mark(_ENGINE.storage(value), offsets)
                 elif type(value) is Tensor:
-                    # the rows that this rank stores may have changed since the last save
+                    # remove the attribute set by an earlier save, because this rank's rows may have changed since then
                     vars(value).pop("__create_write_items__", None)
                     if param.numel() and not _ENGINE.storage(param).numel():
                         value.__create_write_items__ = _no_items  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""torchtitan: an optimizers container with one `Muon` for each part of the model. Importing this module imports
-torchtitan."""
+"""Integration with torchtitan: an `OptimizersContainer` with one `Muon` for each part of the model. Importing this
+module imports torchtitan."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardmuon.muon import Muon
 
 
 class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
-    """torchtitan's optimizers container for `Muon`. Select it in torchtitan's config: ``config.optimizer =
+    """torchtitan `OptimizersContainer` for `Muon`. Select it in torchtitan's config: ``config.optimizer =
     MuonOptimizers.Config(options={"lr": 0.02})``.
 
     Raises:
-        ValueError: The config sets `param_groups`, with which torchtitan itself would assign parameters to groups; or
-            AdamW's learning rate would differ between several model parts.
+        ValueError: The config sets `param_groups`, torchtitan's own assignment of parameters to groups; or AdamW's
+            learning rate would differ between model parts.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -49,8 +49,8 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         self.optimizers = [Muon(part, **options) for part in model_parts]
         for index, optimizer in enumerate(self.optimizers):
             logger.info(f"Muon (model_part={index}):\n{optimizer}")
-            # torchtitan takes a step with zero gradients to create the state of an optimizer that has none, and loads
-            # only the state that exists. So create the state here, and again after a state dict that lacks some state.
+            # torchtitan loads only state that already exists, and creates the state of an optimizer that has none by a
+            # step with zero gradients. So create all state here, and fill in missing state after each load.
             optimizer.complete_state()
             optimizer.register_load_state_dict_post_hook(Muon.complete_state)  # type: ignore[arg-type]
         params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]

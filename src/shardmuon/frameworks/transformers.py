@@ -1,4 +1,4 @@
-"""transformers' Trainer and its subclasses, such as TRL's trainers: a factory for the argument
+"""Integration with transformers' Trainer and its subclasses, such as TRL's trainers: a factory to pass as the argument
 `optimizer_cls_and_kwargs`.
 
 This module never imports transformers. It imports accelerate only when an optimizer is made.
@@ -40,8 +40,8 @@ class MuonFactory:
         self._options = options
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
-        """Make the optimizer. The Trainer expects a factory class. So it first calls this object without a model, which
-        returns the object itself, and then calls the object again with the model.
+        """Make the optimizer. The Trainer expects a class here, so it first calls this object without a model, as if to
+        create an instance, and then calls the result with the model. The first call returns this object itself.
 
         Args:
             model: Model to optimize. If None, the factory itself is returned.

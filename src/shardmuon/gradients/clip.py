@@ -1,5 +1,5 @@
-"""Clips all gradients by one global norm, however the parameters are sharded. Either all ranks get the same norm, bit
-for bit, or all ranks raise an error.
+"""Gradient clipping by the global norm of all gradients, for any sharding of the parameters. Either all ranks get the
+same norm, bit for bit, or all ranks raise an error.
 
 [Note: who sums with whom]
     Two ranks are connected if a parameter is sharded or replicated over them, or if both are in the `process_group`
@@ -74,8 +74,8 @@ def clip_grad_norm_(
             such ranks.
         max_norm: Largest allowed norm.
         norm_type: Order p of the p-norm, above 0; inf selects the largest absolute value.
-        error_if_nonfinite: If True, raise an error if the norm is inf or nan. If False, the gradients are then
-            multiplied by 0 or nan, as in torch.
+        error_if_nonfinite: If True, raise an error if the norm is inf or nan. If False, the gradients are
+            multiplied by 0 or nan in this case, as in torch.
         process_group: Group whose ranks compute one norm, together with all ranks that store other parts or replicas of
             their parameters. Needed with pipeline stages, and for experts that exist on only one rank.
 
@@ -94,7 +94,7 @@ def clip_grad_norm_(
     if isinstance(parameters, SETS):
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
-        # `parameters` may be an iterator. It is converted to a list, because the loop below may read it twice.
+        # The loop below may read `parameters` twice, which is not possible with an iterator.
         parameters = list(parameters)
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
@@ -135,8 +135,8 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """If the code in the `with` block fails, set this rank's gradients to None and raise an error, usually an
-    ExchangeError. If the error is Refused, which all ranks raise together, keep the gradients.
+    """Set this rank's gradients to None if the code in the `with` block fails, and raise an error, usually an
+    ExchangeError. Keep the gradients if the error is Refused, which all ranks raise together.
 
     If a rank fails after the last communication, the other ranks do not notice the failure and continue with scaled
     gradients. The next step then raises an error on all ranks that store parts or replicas of the failed rank's
@@ -262,8 +262,8 @@ def _counts(layout: ParamLayout) -> bool:
     return True in first
 
 
-# Cache of layouts for gradient clipping. The key is the first parameter in a list of parameters to clip, and the value
-# contains the layouts for the last such list that began with this parameter.
+# Cache of layouts for gradient clipping. The key is the first parameter of the list of parameters to clip, so another
+# list that begins with this parameter replaces the cached layouts.
 _BOUND: Any = WeakTensorKeyDictionary()
 
 
@@ -324,8 +324,8 @@ class _Clipping(TableCall[_BoundGradients]):
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
-        """Read this rank's gradients, compute the norms of those that this rank includes in the norm of all gradients,
-        and return this rank's ballot for the vote."""
+        """Read this rank's gradients, compute this rank's contribution to the norm of all gradients, and return the
+        ballot for this rank's vote on clipping."""
         self.states, self.held = [GradientState.NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             if one.param.grad is None:
@@ -345,8 +345,8 @@ class _Clipping(TableCall[_BoundGradients]):
         return Ballot(self.phase, Flag.NONE, said, align)
 
     def _count(self, kept: _BoundGradients) -> None:
-        """Compute the norms of the gradients that this rank includes in the norm of all gradients, and the fingerprints
-        of loose gradients (gradients that may have replicas on other ranks)."""
+        """Compute this rank's contribution to the norm of all gradients: the norm of the gradients that this rank
+        counts, and the norms and fingerprints of loose gradients (gradients that may have replicas on other ranks)."""
         own = {n: local for n, local in self.held.items() if n in kept.counted}
         norms, self.loose = dict[tuple[Ranks, Ints], float](), []
         for key, numbers in kept.loose.items():
@@ -363,14 +363,14 @@ class _Clipping(TableCall[_BoundGradients]):
         self.counted = _norm_of(list(own.values()), self.norm_type)
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
-        """Return the strings that must be equal on the ranks of a set: one string with the arguments of
-        `clip_grad_norm_`, and one string with the state of the gradient for each parameter that is sharded or
-        replicated over exactly these ranks."""
+        """Return the strings that must be equal on all of `ranks`: one string with the arguments of `clip_grad_norm_`,
+        and for each parameter that is sharded or replicated over exactly these ranks, one string that states whether
+        the parameter has a gradient."""
         words = {n: self.states[n] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
     def _align(self, bound: _BoundGradients) -> None:
-        """Redistribute those gradients whose placement differs from their parameter's, in the same order on all ranks.
+        """Redistribute each gradient whose placement differs from its parameter's, in the same order on all ranks.
         Collective over the ranks over which these parameters are sharded or replicated."""
         for number in bound.in_order:
             param = self.params[number].param
@@ -417,8 +417,8 @@ _CHUNK = 1 << 22
 
 
 def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """Compute the p-norm of all elements of several tensors, taken as one vector. The CPU waits for the device once for
-    each combination of device and dtype."""
+    """Compute the p-norm of all elements of several tensors, taken as one vector. The CPU synchronizes with each device
+    once per dtype."""
     found: list[float] = []
     for alike in by_kind(tensors).values():
         small = [part for part in alike if part.numel() < _SMALL]

@@ -89,8 +89,8 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,  # 0-dim fp32 tensor, which is set to 1 if any gradient on any rank is not finite
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Unscale every gradient in place, and set `found_inf` to 1 on all ranks if any rank has a gradient that is not
-        finite, else to 0. Collective over the ranks of `process_group`."""
+        """Unscale every gradient in place. If any rank has a gradient that is not finite, set `found_inf` to 1 on all
+        ranks, otherwise to 0. Collective over the ranks of `process_group`."""
         fault, bad, flags = Fault(), False, list[Tensor]()
         with fault:  # `fault` records exceptions in this block, and `fault.settle` reports them to the other ranks
             named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
@@ -106,7 +106,7 @@ class GradScaler(torch.amp.GradScaler):
                         "fp32 and compute in fp16 by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype="
                         "torch.float16, reduce_dtype=torch.float32)"
                     )
-            # If any gradient on this rank is unusable, this rank unscales none of its gradients.
+            # If any gradient on this rank has been rejected, this rank unscales none of its gradients.
             stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []
             for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
                 flags.append(torch.zeros((), dtype=torch.float32, device=device))

@@ -1,2 +1,2 @@
-"""Layouts. The layout of a parameter describes which parts of the parameter's matrices each rank stores. The ranks
-build a table of the layouts of all parameters, which optimizer steps, gradient clipping and checkpoints read."""
+"""Layouts of parameters. A layout describes which parts of a parameter's matrices each rank stores. The ranks build a
+table of all layouts, which optimizer steps, gradient clipping and checkpoints read."""

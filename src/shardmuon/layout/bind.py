@@ -119,8 +119,8 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
-                # `cells` maps each rank of the grid to the ties that the rank must have reported. The grid is stored
-                # for all of these ties, because computing the grid again for each of N ranks would take O(N^3) time.
+                # `cells` maps each rank of the grid to the `Ties` that the rank must have reported. The same grid is
+                # stored for all of them. Computing it separately for each of N ranks would take O(N^3) time.
                 cells = {one: Ties(row, column) for row in grid for one, column in zip(row, columns, strict=True)}
                 for other, cell in cells.items():
                     if cell not in known.get(other, ()) or len(cells) < len(grid) * len(columns):
@@ -179,7 +179,8 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ranks that share each parameter listed by `params`. Return a dict from each `Ties` to its sets of ranks.
+    """Find the ranks that share each parameter listed by `params`. Return a dict from each `Ties` (the ranks that share
+    a parameter, as a row and a column of a grid) to its sets of ranks.
 
     An error for one parameter is recorded in `fault` and does not stop the search, because the ranks that share the
     other parameters wait for this rank's message. If any error has been recorded, the search is repeated once, because
@@ -332,7 +333,7 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # one item, this rank's layout table; no item if this rank has an error
+    table: Sequence[Table],  # this rank's layout table, as the only item; empty if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
@@ -386,7 +387,7 @@ class TableCall(Call[_K]):
     Attributes:
         beyond: Ranks that must take part in the call even if they share no parameter with this rank. None: there are no
             such ranks.
-        stamp, fingerprint: Arguments with which `bind` is called to build a new table.
+        stamp, fingerprint: Arguments that are passed to `bind` to build a new table.
     """
 
     beyond: Ranks | None = None

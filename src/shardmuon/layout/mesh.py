@@ -71,15 +71,14 @@ class OnMesh(NamedTuple):
     placements: tuple[Shard | None, ...]
 
     def reading(self, shape: Ints) -> dict[int, _OfRank]:
-        """For each rank, compute which pieces of a tensor with this global shape and this placement the rank stores,
-        and the shape of the storage that contains these pieces. The keys of the returned dict are in the order of
-        `ranks`."""
+        """Compute the pieces that each rank stores of a tensor with this global shape, and the shape of the storage
+        that contains these pieces. The keys of the returned dict are in the order of `ranks`."""
         places = itertools.product(*map(range, self.mesh))
         return {rank: self.read_at(shape, place) for rank, place in zip(self.ranks, places, strict=True)}
 
     def read_at(self, shape: Ints, place: Ints) -> _OfRank:
-        """Compute the pieces that the rank at mesh coordinate `place` stores, and the shape of the storage that
-        contains these pieces."""
+        """Compute the pieces that the rank at mesh coordinate `place` stores of a tensor with this global shape, and
+        the shape of the storage that contains these pieces."""
         ranges = []
         for dim, size in enumerate(shape):
             listed = [(axis, p.factor) for axis, p in enumerate(self.placements) if p and p.dim == dim]
@@ -87,9 +86,9 @@ class OnMesh(NamedTuple):
         return _stored(ranges)
 
     def kept(self, layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
-        """Make the layout of a state tensor that contains `sizes[i]` values for matrix i of a parameter on this mesh. A
-        variant of Muon, such as NorMuon, stores these values between steps ([Note: placement of stage state]).
-        `layout`: layout of the parameter."""
+        """Make the layout of a state tensor from `layout`, the layout of its parameter. The state tensor contains
+        `sizes[i]` values for matrix i, which a variant of Muon, such as NorMuon, stores between steps ([Note: placement
+        of stage state])."""
         view, is_stack = layout.view.kept(sizes), layout.view.num_row_dims == 2
         # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate the state
         # tensor.
@@ -133,8 +132,7 @@ def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
 
 
 def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
-    """Concatenate index ranges, and return the index ranges of the `num` consecutive indices that start at position
-    `first`."""
+    """Concatenate index ranges, and select the `num` indices from position `first` on. Return them as index ranges."""
     found, at = [], 0
     for start, stop in ranges:
         a, b = max(first, at), min(first + num, at + stop - start)
@@ -145,7 +143,7 @@ def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
 
 
 def _stored(ranges: Sequence[_Ranges]) -> _OfRank:
-    """Combine the index ranges of all dims into boxes, and compute the shape of a storage that contains the boxes
+    """Combine the index ranges of all dims into boxes, and compute the shape of the storage if the boxes are stored
     without gaps."""
     starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
     held = []
@@ -172,7 +170,8 @@ class Cut(NamedTuple):
     stride: int
 
     def parts(self, shape: Ints, sizes: Ints) -> tuple[tuple[Held, ...], ...]:
-        """Compute the pieces of each tensor-parallel shard ("part"). `sizes`: size of each part along the cut dim.
+        """Compute the pieces of each tensor-parallel shard ("part"). `sizes` lists the sizes of the parts along the cut
+        dim.
 
         Raises:
             ValueError: The size of a part is not divisible by the stride. The message does not contain the parameter's
@@ -186,7 +185,7 @@ class Cut(NamedTuple):
 
         Args:
             shape: Shape of the whole tensor.
-            part, num_parts: Index of the part, and number of parts. The sizes of the parts are those of `torch.chunk`.
+            part, num_parts: Index of the part, and number of parts. The parts have the same sizes as in `torch.chunk`.
             rows: Range of indices along dim 0 of the part.
 
         Raises:

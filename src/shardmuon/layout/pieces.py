@@ -2,10 +2,10 @@
 of which belongs to a single matrix. Pure index arithmetic.
 
 [Note: two addresses]
-    A tile is a box of indices of the tensor. (If blocks repeat along a dim of the tensor, this dim of size a * b is
-    first replaced with two dims of sizes a and b, see views.py.) Such a box can be addressed by strides, both in the
-    storage of its rank and in its matrix. A single copy between two strided views therefore moves a tile from one to
-    the other.
+    A tile is a box of indices of the tensor. (A dim along which the blocks of a fused projection repeat is first
+    unflattened into two dims, see [Note: the fine index space] in views.py.) Such a box can be addressed by strides,
+    both in the storage of its rank and in its matrix. A single copy between two strided views therefore moves a tile
+    from one to the other.
 
     All ranks know the boxes of all tiles. Only the rank that stores a tile knows the strides of its own storage. These
     strides can change from step to step, so they are read at each access.
@@ -27,7 +27,7 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.layout.views import Ints, MatrixView, row_major
 
-_Span = tuple[Ints, Ints]  # (first index, sizes) of a box of a tensor's index space
+_Span = tuple[Ints, Ints]  # (first index, sizes) of a box of tensor indices
 
 
 class Box(NamedTuple):
@@ -42,8 +42,7 @@ class Box(NamedTuple):
 
 
 class FlatRange(NamedTuple):
-    """Elements [start, stop) of a tensor, in row-major order. If `box` is given, the elements are counted within this
-    box of the tensor."""
+    """Elements [start, stop) of a tensor in row-major order or, if `box` is given, of this box of the tensor."""
 
     start: int
     stop: int
@@ -58,8 +57,8 @@ Piece = Box | FlatRange
 
 
 class Held(NamedTuple):
-    """A piece of a tensor and its location in a rank's storage. Pieces have no gaps: if rows are distributed
-    round-robin, each row is a separate piece and is copied separately.
+    """A piece of a tensor and its location in a rank's storage. A piece has no gaps. For example, if rows are
+    distributed round-robin, each row is a separate piece.
 
     Attributes:
         piece: Elements of the tensor.
@@ -109,8 +108,8 @@ class Patch(NamedTuple):
 
     def slabs(self, limit: int, num_dims: int) -> Iterator[tuple[tuple[int, int, int], Patch]]:
         """Split the patch into slabs along one dim: the first dim with a size above 1 among the first `num_dims` dims.
-        A slab has at most `limit` elements. If a single index of the dim has more elements, a slab consists of one
-        index. Yield ((dim, start, size), slab), where `Tensor.narrow(dim, start, size)` selects the slab."""
+        A slab has at most `limit` elements, unless a single index of the dim already has more. Yield ((dim, start,
+        size), slab), where `Tensor.narrow(dim, start, size)` selects the slab."""
         dim = next((d for d, size in enumerate(self.sizes[:num_dims]) if size > 1), 0)
         size = self.sizes[dim]
         step = max(1, limit * size // max(1, math.prod(self.sizes)))
@@ -122,9 +121,9 @@ class Patch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The elements that a matrix has in common with a piece of the tensor that one rank stores. They form a box of
-    indices of the tensor. (If blocks repeat along a dim of the tensor, this dim of size a * b is first replaced with
-    two dims of sizes a and b, as by `Tensor.unflatten`, see [Note: the fine index space] in views.py.)
+    """Box of elements that belong both to one matrix and to one piece of the tensor that a rank stores. The indices of
+    the box are those of the tensor. (A dim along which the blocks of a fused projection repeat is first unflattened
+    into two dims, see [Note: the fine index space] in views.py.)
 
     Attributes:
         matrix: Index of the matrix in the tensor's `MatrixView`.
@@ -173,8 +172,8 @@ def _dot(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
-    """Split a piece into tiles, each of which belongs to one matrix. The tiles are ordered by matrix, and the tiles of
-    a matrix by their place in storage."""
+    """Split a piece into tiles, each of which belongs to one matrix. The tiles are sorted by matrix, and within a
+    matrix by their position in storage."""
     spans = [fine for coarse in _spans_of(held.piece, view.shape) for fine in _refined(coarse, view)]
     found = []
     for number, matrix in enumerate(view.matrices):
@@ -192,7 +191,7 @@ def _common(a: _Span, b: _Span) -> _Span:
 
 
 def _spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
-    """Yield, in storage order, the nonempty boxes of the tensor's index space that make up a piece."""
+    """Yield, in storage order, the nonempty boxes of tensor indices that make up a piece."""
     if isinstance(piece, Box):
         if piece.numel:
             yield piece.offset, piece.size
@@ -218,9 +217,9 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
 
 
 def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
-    """Convert a box of indices of the tensor to boxes of indices of the unflattened tensor. (If blocks repeat along a
-    dim of the tensor, this dim of size a * b is replaced with two dims of sizes a and b, as by `Tensor.unflatten`, see
-    [Note: the fine index space] in views.py.) If no dim is replaced, yield the box unchanged."""
+    """Convert a box of tensor indices to boxes of indices of the unflattened tensor, in which the dim along which the
+    blocks of a fused projection repeat is split into two dims ([Note: the fine index space] in views.py). If there is
+    no such dim, yield the box unchanged."""
     d = view.split_dim
     if d < 0:
         yield span
@@ -317,8 +316,8 @@ class ParamLayout:
 
     def spans(self, rank: int, strides: Sequence[int]) -> Iterator[tuple[Ints, Ints, Ints, int]]:
         """Yield (start, sizes, strides, offset) for each box of the tensor that a rank stores. `start` is the first
-        index of the box in the tensor. The yielded strides and offset locate the box in the rank's storage, whose
-        strides are given as an argument."""
+        index of the box in the tensor. The yielded strides and offset locate the box in the rank's storage. The
+        argument `strides` contains the strides of this storage."""
         for held in self.of_rank(rank):
             for start, sizes in _spans_of(held.piece, self.view.shape):
                 offset, steps = Tile(0, start, sizes, held).in_storage(self.view, strides)
@@ -332,8 +331,7 @@ class ParamLayout:
 
     @cached_property
     def keepers(self) -> dict[Piece, Ranks]:
-        """Dict from each piece to the ranks that store the piece, in ascending order. If several ranks store a piece,
-        they store replicas."""
+        """Dict from each piece to the ranks that store a replica of the piece, in ascending order."""
         found: dict[Piece, Ranks] = {}
         for rank, pieces in self.pieces.items():
             for piece in pieces:
@@ -351,10 +349,9 @@ class ParamLayout:
     @cached_property
     def replicas(self) -> tuple[Ranks, ...]:
         """The ranks of each replica, ordered by replica index (`replica_of`). The tuple is empty if the ranks do not
-        form complete replicas, because some pieces have more copies than others, or because the pieces of a rank
-        disagree on the rank's replica index."""
+        form complete replicas: some pieces have more copies than others, or a rank would belong to several replicas."""
         num = {len(ranks) for ranks in self.keepers.values()}
-        # a replica consists of the ranks at the same position among the ranks that store each piece
+        # replica i consists of the i-th rank that stores each piece
         found = [tuple(sorted(set(ranks))) for ranks in zip(*self.keepers.values(), strict=False)]
         are_disjoint = sum(map(len, found)) == len(set().union(*found))
         return tuple(found) if len(num) == 1 and are_disjoint else ()
@@ -366,14 +363,13 @@ class ParamLayout:
 
     def source(self, piece: Piece, owner: int) -> int:
         """Choose the rank that sends a piece to `owner` (the rank that orthogonalizes the matrix) and receives the
-        result. If the owner stores the piece itself, return the owner. Otherwise, return the rank in the owner's
-        replica that stores the piece."""
+        result: the owner itself if it stores the piece, else the rank in the owner's replica that stores the piece."""
         ranks = self.keepers[piece]
         return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
 
     @cached_property
     def whole_on(self) -> tuple[Ranks, ...]:
-        """For each matrix of the tensor, the ranks that store the whole matrix."""
+        """Tuple with one entry per matrix of the tensor: the ranks that store the whole matrix."""
         return tuple(
             tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
             for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)

@@ -1,4 +1,4 @@
-"""Views describe each matrix in a tensor as a box of indices. Pure integer arithmetic.
+"""Matrix views, which describe each matrix in a tensor as a box of indices. Pure integer arithmetic.
 
 [Note: the fine index space]
     A plain weight contains one matrix, and a stack of experts contains many. A fused projection contains several blocks
@@ -34,9 +34,8 @@ def row_major(sizes: Sequence[int]) -> Ints:
 
 
 class _Matrix(NamedTuple):
-    """Part of a tensor that is orthogonalized as one matrix. This part is a box of indices of the tensor. (If blocks
-    repeat along a dim of the tensor, this dim of size a * b is first replaced with two dims of sizes a and b, as by
-    `Tensor.unflatten`, see [Note: the fine index space].)
+    """Part of a tensor that is orthogonalized as one matrix. This part is a box of tensor indices. (A dim along which
+    the blocks of a fused projection repeat is first unflattened into two dims, see [Note: the fine index space].)
 
     Attributes:
         rows, cols: Shape of the matrix.
@@ -152,8 +151,8 @@ def matrix_view(
         blocks, groups = (blocks[0] * groups,), 1
     d = of_rows + split_dim
     fine = dims if groups == 1 else (*dims[:d], groups, sum(blocks), *dims[d + 1 :])
-    # For each fine dim, the (first index, size) of the intervals into which the matrices divide it. Each combination of
-    # intervals is the box of one matrix.
+    # Intervals (first index, size) into which the matrices divide each dim of `fine`. Each combination of one interval
+    # per dim is the box of one matrix.
     cuts = [[(0, size)] for size in fine]
     if of_rows:
         cuts[0] = [(expert, 1) for expert in range(dims[0])]
@@ -165,8 +164,8 @@ def matrix_view(
 
 
 def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
-    """Check that the options of `matrix_view` fit the shape. Return the dim that indexes stored rows: 1 for a stack,
-    where dim 0 indexes matrices, otherwise 0."""
+    """Check that the options of `matrix_view` fit the shape. Return the dim that indexes stored rows: 1 for a stack of
+    matrices, whose dim 0 indexes the matrices, otherwise 0."""
     if len(dims) < 2:
         raise ValueError(
             f"shape {dims} has {len(dims)} dim(s) and cannot be a matrix. Put it in a group with use_muon=False (AdamW)"
@@ -192,7 +191,7 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
 
 
 def _matrix(start: Ints, sizes: Ints, num_row_dims: int, transposed: bool) -> _Matrix:
-    """Make the `_Matrix` that consists of one box of indices of the tensor. The first `num_row_dims` dims of the box
+    """Make the `_Matrix` that consists of one box of tensor indices. The first `num_row_dims` dims of the box
     index rows of the stored tensor, and the other dims index columns. If `transposed` is True, the columns of the
     stored tensor are the rows of the matrix."""
     rows, cols = sizes[:num_row_dims], sizes[num_row_dims:]

@@ -1,5 +1,5 @@
-"""`Keeper`, which creates, converts and checks the stored momentum of each parameter, in the dtype and on the device
-that the optimizer's options select. The arithmetic is in stores.py.
+"""Management of stored momentum: `Keeper` creates, converts and checks the momentum of each parameter, in the dtype and
+on the device that the optimizer's options select. The arithmetic is in stores.py.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Keeper:
         rounds_weights: True if bf16 weights are rounded stochastically.
 
     Attributes:
-        rounds: True if momentum or weights are rounded stochastically. The random bits for a parameter depend on its
-            name and on the step. So steps are counted, and ranks must agree on parameter names.
+        rounds: True if momentum or weights are rounded stochastically. In this case, steps are counted, and ranks must
+            agree on parameter names, because the random bits for a parameter depend on its name and on the step.
         as_computed: True if momentum is stored on the device where it is computed, without stochastic rounding.
     """
 
@@ -151,8 +151,7 @@ class Keeper:
     @staticmethod
     def check_coded(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the codes and scales of 8-bit momentum do not match each other or the parameter. The
-        message does not name the parameter. The shape of the codes is checked elsewhere, because stored momentum of
-        every dtype needs that check."""
+        message does not name the parameter. The shape of the codes is not checked here."""
         buffer, scale = state.get(BUFFER), state.get(SCALE)
         coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
         if not coded and scale is None:
@@ -172,7 +171,7 @@ class Keeper:
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
         """Decode the momentum that this rank stores for a parameter. The result has the shape of the rank's local
-        tensor; it is None before the first step."""
+        tensor. Before the first step, it is None."""
         return _decoded(_stored(engine, state))
 
     # ---------------------------------------------------------------------------------------------- checkpoints
@@ -187,8 +186,8 @@ class Keeper:
             state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
-        """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. Conversion from or to
-        8-bit codes is left to the next step, because it requires the parameter's layout."""
+        """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. The next step
+        converts from or to 8-bit codes if needed, because this conversion requires the parameter's layout."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
         if key == SCALE:
             dtype = torch.float32

@@ -44,7 +44,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # rounds an element to nearest if used instead of the element's 16 random bits
+_NEAREST = 0x8000  # if used in place of an element's 16 random bits, rounds the element to nearest
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Stream:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little", signed=True), cols)
 
-    # returns int32 numbers in [0, 2**16), with shape patch.sizes
     def bits(self, patch: Patch, device: torch.device) -> Tensor:
-        """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
-        # dims of the patch that step through the matrix's columns, and dims that step through its rows
+        """Generate 16 random bits for each element of a patch (rows and columns of a matrix). The result is an int32
+        tensor of shape `patch.sizes` with values in [0, 2**16)."""
+        # `along`: dims of the patch that step through columns of the matrix; `across`: dims that step through rows
         along = [d for d, step in enumerate(patch.cols) if step]
         across = [d for d, step in enumerate(patch.cols) if not step]
         order = (*across, *along)
@@ -107,7 +107,7 @@ class Stream:
 
 
 class Rounding(NamedTuple):
-    """The random bits and scales for rounding one parameter's momentum and weights in one step.
+    """The sources of random bits, and the scales, for rounding one parameter's momentum and weights in one step.
 
     Attributes:
         momentum: Source of random bits for momentum in bf16 or 8-bit codes. None: momentum is stored as computed.
@@ -155,8 +155,8 @@ _LEVELS = 127
 
 
 def step_stored_(
-    stored: Sequence[Tensor],  # (bf16 momentum,) or (int8 codes of momentum, scales), any device; updated in place
-    grad: Tensor,  # gradient with the shape of stored[0], not changed
+    stored: Sequence[Tensor],  # (bf16 momentum,) or (8-bit codes of momentum, scales), on any device; updated in place
+    grad: Tensor,  # gradient, with the shape of stored[0]; not changed
     out: Tensor | None,  # tensor with the shape of `grad`, overwritten with the orthogonalization's input
     *,
     patch: Patch,  # the part of the matrix that `grad` covers, viewed in the shape of `grad`
@@ -209,8 +209,8 @@ def encode(
     flat = new.flatten(num_row_dims).float()
     blocks = _blocks(flat)
     scale = blocks.abs().amax(-1)
-    # Squares of the 8-bit codes before they are rounded to integers. A block of zeros (0 / 0) or a block with NaN or
-    # Inf gives NaN, which is replaced with 0.
+    # Squares of the unrounded 8-bit codes. A block of zeros (0 / 0) or a block with NaN or Inf gives NaN, which is
+    # replaced with 0.
     square = (blocks.abs() / scale[..., None]).nan_to_num_(0.0).mul_(_LEVELS**2)
     low = square.sqrt().floor_()
     gap = 2 * low + 1  # distance between the square of a code and the square of the next code

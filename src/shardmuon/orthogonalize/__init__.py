@@ -23,8 +23,8 @@
 [Note: number of blocks]
     On CPUs, the lower half of a symmetric product is computed in row blocks, and the upper half is copied from it. With
     b blocks, this takes (b + 1) / 2b of the arithmetic of the whole product, which is 62% for four blocks. Each block
-    has an overhead c of about 50 us for function calls, for copying to the upper half, and because smaller products are
-    less efficient.
+    has an overhead c of about 50 us, which consists of the function calls, the copy to the upper half, and the lower
+    efficiency of smaller products.
 
     If the whole product takes time t, the total time t (b + 1) / 2b + b c is shortest at b = sqrt(t / 2c). To compute
     b, the ratio t / 2c is expressed in FLOPs: the FLOPs of the product, divided by the FLOPs that the CPU executes in
@@ -36,8 +36,7 @@
     they save.
 
 [Note: the norm at any scale]
-    In fp32, the squares of entries near 1e-30 underflow, and the squares of entries near 1e30 overflow. (Another
-    library casts to fp16 first, which loses all entries below 1e-7.)
+    In fp32, the squares of entries near 1e-30 underflow, and the squares of entries near 1e30 overflow.
 
     On CPUs, the norm is first computed in fp32. The size of this norm shows whether a square may have underflowed or
     overflowed. Only then is each matrix divided by the power of two next to its largest entry, and the norm is computed
@@ -73,25 +72,27 @@
     would raise this slope above `_MOST_SLOPE`. This keeps errors close to those of the standard form
     (docs/adr/0043-restarts-by-slope.md). There are two kinds of restart:
 
-    - A restart from X computes X <- Q X and R <- X X^T. It takes 3 m^2 n FLOPs, if symmetric products are counted half.
+    - A restart from X computes X <- Q X and R <- X X^T. It takes 3 m^2 n FLOPs, if symmetric products are counted as
+      half.
     - A local restart computes R <- Q R_0 Q, where R_0 was stored in fp32. It takes 6 m^3 FLOPs in split half precision,
-    and it must also multiply the factors Q. In total, this is about as much work as a restart from X if n = 7/3 m, and
-    less work if n is larger. A local restart does not need X, so it needs no communication if the columns of X are
-    spread over ranks. It is used only in fp16, and only for schedules with a single restart, because each local restart
-    rounds the product of the factors Q. In fp32, a local restart would be useless, because it would bring back the
-    rounding errors of R_0.
+      and it must also multiply the matrices Q of the steps before and after it. In total, this is about as much work as
+      a restart from X if n = 7/3 m, and less work if n is larger. A local restart does not need X, so it needs no
+      communication if the columns of X are spread over ranks. It is used only in fp16, and only for schedules with a
+      single restart, because each local restart rounds the product of the matrices Q. In fp32, a local restart would be
+      useless, because it would bring back the rounding errors of R_0.
 
     After eight steps of Polar Express on log-spaced singular values, the error is 0.018 with restarts from X and 0.023
     with local restarts.
 
-    The Gram form does not allow products in bf16. With bf16's 8 bits, the errors are 0.2 to 2 even with restarts.
-    Without restarts, they are 1e5 if singular values follow a power law. The standard form in bf16 has errors of 0.02
-    to 0.1.
+    The Gram form does not allow products in bf16. With bf16's 8-bit significand, the errors are 0.2 to 2 even with
+    restarts. Without restarts, they are 1e5 if singular values follow a power law. The standard form in bf16 has errors
+    of 0.02 to 0.1.
 
 [Note: results that are not finite]
     If the result for a finite matrix is not finite, it is replaced with zeros, so the weights only decay in this step.
-    This has never been observed. If it happens, a later step warns: flags that mark replaced results are copied to the
-    CPU asynchronously, so that no step waits for the device. The result for a matrix with NaN or Inf becomes NaN.
+    This has never been observed. If it happens, a later step emits a warning. The flags that mark replaced results are
+    copied to the CPU asynchronously, so that no step waits for the device. The result for a matrix with NaN or Inf
+    becomes NaN.
 """
 
 from __future__ import annotations
@@ -138,8 +139,7 @@ _ACCELERATOR_FULL = 3 << 20
 
 
 def batch_size(rows: int, cols: int, device: torch.device) -> int:
-    """Return the number of matrices to orthogonalize in one batch, a power of two, for matrices of this shape on this
-    type of device."""
+    """Return the batch size, a power of two, for orthogonalizing rows x cols matrices on this type of device."""
     short, long = min(rows, cols), max(rows, cols)
     wanted = _ACCELERATOR_FULL // (short * short)
     if device.type == "cpu":
@@ -187,12 +187,13 @@ _OVERHEAD_AMX = 120e6  # value of `_OVERHEAD` for bf16 on a CPU with AMX
 
 
 class Products:
-    """Matrix products of one batch. On every device, they are rounded as half-precision hardware would round them.
+    """Matrix products of one batch. In half precision, they are rounded on every device as on tensor cores: sums are in
+    fp32, and each result is rounded once.
 
-    The four functions below multiply single matrices or batches from `empty_batch`. `mm(left, right, out=)` computes
-    left @ right. `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta * base + alpha * left @ right.
-    `symmetric_mm` and `symmetric_addmm` do the same if the result (and the base) is symmetric. For large products on
-    CPUs, they compute one half of the result and mirror it.
+    An instance has four functions that multiply single matrices or batches from `empty_batch`. `mm(left, right, out=)`
+    computes left @ right. `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta * base + alpha * left @
+    right. `symmetric_mm` and `symmetric_addmm` do the same if the result (and the base) is symmetric. For large
+    products on CPUs, they compute one half of the result and mirror it.
 
     All four functions write to `out` and return it. `out` must also come from `empty_batch`, and must not be an
     operand. Where no special handling is needed, the functions are torch's own.
@@ -205,7 +206,7 @@ class Products:
 
     def __init__(
         self,
-        shape: Sequence[int],  # (B, m, n) or (m, n)
+        shape: Sequence[int],  # (B, m, n), or (m, n) for single matrices
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -213,7 +214,7 @@ class Products:
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
         short, long = sorted(shape[-2:])  # the result of a symmetric product, such as a Gram matrix, is short x short
-        is_single = len(shape) == 2  # the products of matrices that share a batch are too small to be split
+        is_single = len(shape) == 2  # the products of batched matrices are too small to be split
         may_split = is_single and device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Tensor]] = (torch.mm, torch.addmm) if is_single else (torch.bmm, torch.baddbmm)
         symmetric = [partial(_by_blocks, product) for product in plain] if may_split else plain
@@ -234,10 +235,10 @@ class Products:
 
     def sandwich(
         self,
-        factor: Tensor,  # (B, m, m), rounded to `self.dtype`
-        middle: Tensor,  # (B, m, m) symmetric, fp32
-    ) -> Tensor:  # (B, m, m)
-        """Compute factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end. `self.dtype` must be a
+        factor: Tensor,  # square matrices (B, m, m), rounded to `self.dtype`
+        middle: Tensor,  # symmetric fp32 matrices (B, m, m)
+    ) -> Tensor:  # same shape as `middle`
+        """Compute factor @ middle @ factor^T with fp32 accuracy, and round it once at the end. `self.dtype` must be a
         half-precision dtype. Each fp32 operand is split into a sum of two half-precision matrices, so a product with it
         becomes two half-precision products."""
         return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
@@ -289,7 +290,7 @@ def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
 
 def _by_blocks(
     product: Callable[..., Tensor],  # `torch.mm` or `torch.addmm`
-    *operands: Tensor,  # left (m, k) and right (k, m); for `addmm`, they follow base (m, m), which is symmetric
+    *operands: Tensor,  # left (m, k), right (k, m); `addmm` takes a symmetric base (m, m) before them
     out: Tensor,  # (m, m), overwritten
     **scales: float,  # beta and alpha of `addmm`
 ) -> Tensor:  # returns `out`
@@ -369,8 +370,8 @@ def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
     """Divide each matrix by its norm, which is summed in fp64. Since fp64 can represent the square of every fp32
     number, two passes over the matrix suffice, and the host need not wait for the device.
     """
-    # `foreach_norm` is used because `vector_norm` would first copy each matrix to fp64. The fp64 copy of a bf16 matrix
-    # is four times as large as the matrix, and making it causes nine times the memory traffic of `foreach_norm`.
+    # Use `foreach_norm`, because `vector_norm` would first copy each matrix to fp64. The fp64 copy of a bf16 matrix is
+    # four times as large as the matrix, and making it causes nine times the memory traffic of `foreach_norm`.
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
     # If a norm is 0, its reciprocal becomes a finite number, so that a zero matrix stays zero. If a norm is infinite or
@@ -486,10 +487,10 @@ def _times(products: Products, factor: Tensor, y: Tensor, tall: bool) -> Tensor:
 
 
 def _factor_of(
-    gram: Tensor,  # (B, m, m) symmetric, with trace 1, or 0 for zero matrices
+    gram: Tensor,  # symmetric matrices (B, m, m) with trace 1, or 0 for zero matrices
     coefficients: Triples,
     products: Products,
-) -> Tensor:  # (B, m, m)
+) -> Tensor:  # same shape and dtype as `gram`
     """Compute the matrix Q such that Q X is the result of all Newton-Schulz steps on a matrix X with X X^T = gram."""
     factor: Tensor | None = None
     for step, (a, b, c) in enumerate(coefficients):
@@ -605,7 +606,7 @@ def orthogonalize(
     watch: FiniteWatch | None = None,
     overwrite: bool = False,
     unit: bool = False,
-) -> Tensor:  # (B, m, n)
+) -> Tensor:  # same shape as `x`
     """Orthogonalize matrices of one shape. The bits of a result do not depend on the other matrices ([Note: equal bits
     in batches]).
 
@@ -652,14 +653,14 @@ def orthogonalize(
 
 
 def _operands(
-    x: Tensor,  # (k, m, n), k <= B
+    x: Tensor,  # (k, m, n), where k is at most the batch size
     shape: Sequence[int],  # (B, m, n), or (m, n) for single matrices
     products: Products,
     unit: bool,  # True if every matrix already has norm 1 (or 0)
 ) -> Tensor:  # (B, m, n) or (m, n); each matrix starts at a multiple of 64 bytes
     """Prepare the matrices of a batch for multiplication: divide each by its Frobenius norm, and round it to the dtype
-    of the products. If there are fewer than B matrices, pad the batch with zero matrices. If nothing needs to be
-    changed, return the matrices without a copy."""
+    of the products. If there are fewer matrices than the batch size, add zero matrices. If nothing needs to be changed,
+    return the matrices without a copy."""
     missing = 0 if len(shape) == 2 else shape[0] - len(x)
     if unit and not missing and x.dtype == products.dtype == products.operands and _lies_in_slots(x):
         return x.view(shape) if len(shape) == 2 else x
@@ -678,13 +679,13 @@ def _operands(
 
 
 class FiniteWatch:
-    """Guard that replaces non-finite results with zeros, and warns about them one or more steps later. Each optimizer
-    has one instance."""
+    """Guard against non-finite results of the orthogonalization. It replaces them with zeros, and warns about them one
+    or more steps later. Each optimizer has one instance."""
 
     def __init__(self) -> None:
-        # Flags that show which matrices are finite. Each call of `keep_finite` in this step adds a tuple: (method and
-        # shape, flags of the orthogonalization's results, flags of its inputs). Each matrix has one flag, which is 0 if
-        # the matrix is finite and NaN otherwise.
+        # Flags that show which matrices are finite. Each call of `keep_finite` in the current step adds a tuple:
+        # (method and shape, flags of the orthogonalization's results, flags of its inputs). Each matrix has one flag,
+        # which is 0 if the matrix is finite and NaN otherwise.
         self.seen: list[tuple[str, Tensor, Tensor]] = []
         self.coming = Coming[list[tuple[str, int]]]()
 

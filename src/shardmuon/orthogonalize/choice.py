@@ -1,4 +1,4 @@
-"""Choice of the orthogonalization method and dtype for each matrix, either by the user or by a rule.
+"""Choice of the orthogonalization method and dtype for each matrix. The choice is made by the user or by a rule.
 
 All ranks over which a matrix is sharded or replicated must make the same choice, possibly without any communication.
 The rule therefore depends only on the matrix's shape, the Newton-Schulz coefficients, the dtype and the type of device,

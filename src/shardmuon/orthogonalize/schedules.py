@@ -37,7 +37,8 @@ _GRID = 200_001
 
 @dataclass(frozen=True)
 class Schedule:
-    """Coefficients of all Newton-Schulz steps, after division by any safety factor, and their source.
+    """Coefficients of all Newton-Schulz steps, and their source. If the schedule has a safety factor, the coefficients
+    include it.
 
     Attributes:
         name: Name of the schedule, or "custom".
@@ -63,7 +64,7 @@ class Schedule:
         grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        # negate the test for good outputs, instead of testing for bad outputs, so that NaN counts as bad
+        # NaN must count as bad, so negate the test for good outputs
         bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))
         if not bad.size:
             return None
@@ -72,17 +73,18 @@ class Schedule:
 
 
 def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
-    """Rescale the triple of each Newton-Schulz step so that the step divides its input by a safety factor. A factor
-    above 1 is used if it was published with the coefficients, or if they would flip signs or diverge without it."""
+    """Include a safety factor in the triple of each Newton-Schulz step, so that the step divides its input by the
+    factor. Schedules have such a factor if it was published with the coefficients, or if they would flip signs or
+    diverge without it."""
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
 _KELLER = (3.4445, -4.7750, 2.0315)
 _TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: coefficients of the Taylor series of 1/sqrt up to second order
 
-# Dict from a schedule's name to a tuple of three entries: the triples of the first steps, the triple of all further
-# steps, and the source ("ours" for unpublished coefficients). A schedule with a triple for further steps has five steps
-# by default and allows any other number. A schedule with None in its place has exactly the listed steps.
+# Dict from a schedule's name to three entries: the triples of the first steps, the triple of all further steps, and the
+# source ("ours" for unpublished coefficients). If the second entry is a triple, the schedule has five steps by default
+# and allows any other number. If the second entry is None, the schedule has exactly the listed steps.
 _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
     "keller": ((), _KELLER, "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's"),
     "quintic": (

@@ -32,13 +32,13 @@ class Kept(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Description of one parameter, from which the planner makes plans.
+    """Description of one parameter for the planner.
 
     Attributes:
         name: Name of the parameter in messages and tables.
         layout: Layout of the parameter, which describes the pieces that each rank stores.
-        choices: For each matrix, the `orthogonalize.choice.Choice` of method and dtype. All matrices of a batch must
-            have equal choices.
+        choices: Method and dtype with which each matrix is orthogonalized, as an `orthogonalize.choice.Choice`. All
+            matrices of a batch must have equal choices.
         costs: For each matrix, the number of floating point operations to orthogonalize it.
         itemsizes: For each matrix, the number of bytes per element when the matrix is sent to another rank.
         batch: String that contains the Newton-Schulz coefficients and the post-processing stages of the Muon variant.
@@ -111,8 +111,8 @@ class Item(NamedTuple):
         return self.rows * self.cols
 
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
-        """Return the owner that orthogonalizes this matrix for a rank. If each replica has an owner, this is the owner
-        in the rank's replica, otherwise the only owner."""
+        """Return the owner (the rank that orthogonalizes this matrix) from which `rank` gets the result. If each
+        replica has an owner, it is the owner in the replica of `rank`. Otherwise, it is the only owner."""
         return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
 
 
@@ -129,8 +129,8 @@ class Bucket(NamedTuple):
         itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the matrices in `Plan.items`.
         gathers: True if parts of matrices, or state, must be sent to or from a rank that orthogonalizes a matrix.
-            False, for example, if all matrices are plain replicas. Such a bucket needs only a relay, the exchange that
-            sends results from one replica to the others.
+            False, for example, if all matrices are replicated but not sharded. Such a bucket needs only a relay, the
+            exchange that sends results from one replica to the others.
     """
 
     ranks: Ranks
@@ -144,7 +144,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Assignment of each matrix to its owners and to a bucket. An owner is a rank that orthogonalizes the matrix. A
+    """Assignment of matrices to owners and buckets. The owners of a matrix are the ranks that orthogonalize it. A
     bucket is a group of matrices that are processed together.
 
     Attributes:
@@ -165,8 +165,8 @@ class Plan:
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
-        """For each set of ranks that share parameters, a 16-byte digest of the part of the plan that must be equal on
-        all ranks of the set."""
+        """Dict from each set of ranks that share parameters to a 16-byte digest. The digest covers the part of the plan
+        that must be equal on all ranks of the set."""
         found = {}
         for ranks in dict.fromkeys(spec.layout.ranks for spec in self.specs):
             specs = [
@@ -178,8 +178,8 @@ class Plan:
             # the rank shares with ranks outside this set.
             numbers = [n for n, item in enumerate(self.items) if self.specs[item.param].layout.ranks == ranks]
             place = {number: at for at, number in enumerate(numbers)}
-            # The digest leaves out local buckets (matrices that are not exchanged), because these buckets depend on
-            # parameters that the owner (the rank that orthogonalizes the matrices) shares with ranks outside this set.
+            # The digest leaves out local buckets, whose matrices are not exchanged. How a rank divides its matrices
+            # into local buckets also depends on parameters that it shares with ranks outside this set.
             moving = [
                 (*bucket[1:5], bucket.gathers, [place[n] for n in bucket.items])
                 for bucket in self.buckets
@@ -210,8 +210,8 @@ class Plan:
 
 
 def _rows(plan: Plan) -> str:
-    """Format the matrices of a plan as a text table, one bucket (matrices that are exchanged together) after
-    another."""
+    """Format the matrices of a plan as a text table, ordered by bucket. A bucket is a group of matrices that are
+    processed together."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):

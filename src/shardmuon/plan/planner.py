@@ -9,10 +9,10 @@ group of matrices that are exchanged together.
 
 [Note: the price of buckets]
     The price of a choice of buckets is the estimated time of a step. `price.clock` computes it by simulating the loop
-    that processes the buckets. Each rank that has the most to compute in at least one bucket is simulated. The time of
-    an exchange is determined by the rank that sends or receives the most data. For lack of a better estimate, half of
-    each exchange is assumed to overlap with computation. Prices are integers (nanoseconds), so that all ranks compute
-    the same prices.
+    that processes the buckets. Only ranks that have the most to compute in at least one bucket are simulated. The time
+    of an exchange is determined by the rank that sends or receives the most data. For lack of a better estimate, half
+    of each exchange is assumed to overlap with computation. Prices are integers (nanoseconds), so that all ranks
+    compute the same prices.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from shardmuon.price.machines import Machine
 # least `_NO_GAIN` percent of t, and at least t plus `_LATENCIES` times the latency of an exchange between nodes.
 _NO_GAIN = 102
 _LATENCIES = 3
-# Values that `_cuts` tries for the minimum number of waves. A wave is a part of the matrices that becomes one or more
-# buckets (sets of matrices that are exchanged together).
+# Values that `_cuts` tries for the minimum number of waves. A wave contains a fraction of the matrices that each rank
+# orthogonalizes, and becomes one or more buckets (sets of matrices that are exchanged together).
 _NUMS = (*range(1, 21), 24, 32)
 _TAILS = (1, 2, 4)
 # Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The values are those in
@@ -47,17 +47,17 @@ _TAILS = (1, 2, 4)
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # key of a matrix: (index of the parameter in the plan, index of the matrix in the parameter)
-_Share = list[Item]  # share: matrices that are planned as one bucket, which is exchanged and orthogonalized together
+_Share = list[Item]  # share: the matrices of one bucket, which are processed together
 
 
 class _Way(NamedTuple):
-    """One choice of owners and buckets for the matrices that are sharded or replicated over one set of ranks.
+    """A choice of owners and buckets for the matrices that are sharded or replicated over one set of ranks.
 
     Attributes:
         items: The matrices and their owners, the ranks that orthogonalize them.
-        moving: The buckets (sets of matrices that are exchanged together), grouped by common properties such as ranks
-            and device type. The dict maps these properties, given as a `Bucket` without items, to the buckets that have
-            them, given as lists of matrices.
+        moving: Dict from a `Bucket` without items to a list of buckets (sets of matrices that are exchanged together),
+            each given as a list of matrices. The key describes the common properties of these buckets, such as their
+            ranks and the type of device.
         ns: Estimated time of a step in nanoseconds, excluding matrices that a single rank stores and orthogonalizes.
         notes: Lines in the printed plan that explain the choice.
     """
@@ -69,8 +69,8 @@ class _Way(NamedTuple):
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
-    """Make a plan, which assigns to every matrix of the parameters in `specs` its owners (the ranks that orthogonalize
-    it) and a bucket (matrices that are exchanged together)."""
+    """Make a plan for the parameters in `specs`. It assigns each matrix to its owners (the ranks that orthogonalize it)
+    and to a bucket (a group of matrices that are processed together)."""
     sets: dict[Ranks, list[Item]] = {}
     for param, spec in enumerate(specs):
         matrices = range(len(spec.layout.view.matrices))
@@ -118,9 +118,8 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
-    """Return a copy of an `Item` (a matrix to orthogonalize) with the given owners (the ranks that orthogonalize it).
-    The copy's route is "local" if no other rank stores any element of the matrix or of a state tensor that the owners
-    must send."""
+    """Assign a matrix to the given owners, the ranks that orthogonalize it. The route of the returned `Item` is "local"
+    if no other rank stores any element of the matrix, or of a state tensor that the owners must send."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
     stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
     return item._replace(owners=owners, route="local" if stays else item.route)
@@ -144,8 +143,8 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    # `work` has the number of floating point operations assigned to each rank so far, and `moved` has the number of
-    # matrix elements assigned to each replica so far. A rank is overloaded if its work exceeds `late`.
+    # `work` counts the floating point operations assigned to each rank so far, and `moved` counts the matrix elements
+    # assigned to each replica so far. A rank is overloaded if its work exceeds `late`.
     work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
     late, found = 1.03 * sum(item.cost for item in drafts) / len(ranks), dict[_Key, int]()
     order = sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key))
@@ -153,7 +152,7 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
         if item.key in found:
             mates = np.flatnonzero(node == node[at[0]])
-            if work[at[0]] <= max(late, work[mates].min() + item.cost):  # no rank would end earlier
+            if work[at[0]] <= max(late, work[mates].min() + item.cost):  # moving the matrix would not save time
                 continue
             work[at[0]] -= item.cost
             at = mates
@@ -166,7 +165,7 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
 
 
 def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
-    """Return whether a step can become faster if a matrix is orthogonalized on a rank that does not store it. Three
+    """True if a step may become faster when a matrix is orthogonalized on a rank that does not store it. Three
     conditions must be met: a single rank stores the matrix, the Muon variant has no state for it, and orthogonalizing
     it at the machine's peak rate takes longer than sending it to another rank and back."""
     way = 2 * spec.itemsizes[item.matrix] * item.numel
@@ -175,9 +174,9 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 
 
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Machine) -> dict[_Key, Item]:
-    """Choose an owner of each matrix in every replica, so that each replica orthogonalizes all matrices itself. Return
-    a dict from each matrix's key to an `Item` with these owners. If the matrices' layouts divide the ranks into
-    replicas in different ways, the dict contains only the matrices with the division that causes the most work."""
+    """Choose owners so that each replica orthogonalizes all matrices itself. Return a dict from each matrix's key to an
+    `Item` with one owner per replica. If parameters divide the ranks into replicas in different ways, the dict covers
+    only the division with the most work."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost
@@ -203,8 +202,8 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Mac
 def _cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> _Way:
     """Divide the matrices that are sharded or replicated over one set of ranks into buckets (sets of matrices that are
     exchanged together). The estimated step time is at most 2% above the shortest that was found. Of the divisions that
-    meet this condition, the one that needs the least memory is chosen. The owners, the ranks that orthogonalize the
-    matrices, have already been chosen."""
+    meet this condition, the one that needs the least memory is chosen. The ranks that orthogonalize the matrices have
+    already been chosen."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():
@@ -243,7 +242,7 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
     """Group matrices that can be in the same bucket (a set of matrices that are processed together). Each key is a
-    `Bucket` without items, which describes the common properties of the matrices in its group."""
+    `Bucket` without items that describes the common properties of a group."""
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
@@ -255,9 +254,9 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 
 
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
-    """Divide matrices that are not exchanged into as few buckets as the maximum bucket size allows. The buckets are
-    processed one after another. The default maximum is 4 MiB on a CPU, so that temporaries stay in the cache. On other
-    devices, it is 1/32 of the matrices' total size in fp32, but at least 32 MiB."""
+    """Divide matrices that are not exchanged into as few buckets as the maximum bucket size allows. The default maximum
+    is 4 MiB on a CPU, so that temporaries stay in the cache. On other devices, it is 1/32 of the matrices' total size
+    in fp32, but at least 32 MiB."""
     default = max(32 * 2**20, 4 * sum(item.numel for item in share) // 32)
     most = (policy.bucket_bytes or (4 * 2**20 if alike.kind == "cpu" else default)) // alike.itemsize
     return _shares_of(_lines(share), max(1, most), 1)[::-1]
@@ -294,9 +293,9 @@ def _by_price(
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
     """Yield several divisions of exchanged matrices into buckets, from which the caller chooses the best. The matrices
-    are first divided into waves, and several numbers of waves are tried. Each wave contains some of the matrices that
-    each rank orthogonalizes. A wave then becomes one bucket, or it is divided into buckets with the matrices of
-    different ranks."""
+    are first divided into waves, and several numbers of waves are tried. Each wave contains a fraction of the matrices
+    that each rank orthogonalizes. It becomes a single bucket, or several buckets that contain the matrices of different
+    ranks."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -328,15 +327,15 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]) -> list[_Share]:
-    """Split waves into buckets. A wave contains some of the matrices that each rank orthogonalizes. Each bucket of a
-    wave contains the matrices of different ranks. The last wave is split into `tail` buckets, and every other wave into
-    half as many. The ranks of each replica are spread evenly over the buckets of a wave, to balance the exchanges that
-    send results to other replicas."""
+    """Split waves into buckets. A wave contains a fraction of the matrices that each rank orthogonalizes. Each bucket
+    of a wave contains the matrices of some of the ranks. The last wave is split into `tail` buckets, and every other
+    wave into half as many. The ranks of each replica are spread evenly over the buckets of a wave, to balance the
+    exchanges that send results to other replicas."""
     found: list[_Share] = []
     for wave in waves:
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        # For each replica, the number of ranks whose matrices have already been added to one of `shares`, the buckets
-        # of this wave.
+        # For each replica, the number of ranks whose matrices have already been added to `shares`, the buckets of this
+        # wave.
         dealt = Counter[int]()
         for line in sorted(_lines(wave), key=lambda line: (-sum(item.cost for item in line), line[0].owners)):
             replica = prices[line[0].key].replica
@@ -375,7 +374,7 @@ def _cut(line: _Share, most: int, num: int) -> list[_Share]:
 def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> dict[_Key, _Priced]:
     layouts, found = {specs[item.param].layout for item in items}, dict[_Key, _Priced]()
     spreads = {layout: _spread_of(layout, machine.per_node) for layout in layouts}
-    products_of = cache(_products_of)  # most matrices have the shape of others
+    products_of = cache(_products_of)  # cached, because many matrices have equal shapes
     for item in items:
         layout, owner = specs[item.param].layout, item.owners[0]
         spread = spreads[layout]._replace(replicas=1, near=1) if len(item.owners) > 1 else spreads[layout]
@@ -420,7 +419,7 @@ class _Priced(NamedTuple):
         numel: Number of elements.
         batch: Number of matrices in a full batch.
         ns: Time in nanoseconds to orthogonalize a batch. A partly filled batch takes as long as a full one.
-        spread: Numbers of ranks that store the matrix, in total and per node.
+        spread: Counts of the ranks that store the matrix, in total and per node.
     """
 
     owner: int
@@ -432,8 +431,8 @@ class _Priced(NamedTuple):
 
 
 def _products_of(rows: int, cols: int, itemsize: int, cost: int, machine: Machine) -> tuple[int, int]:
-    """Estimate the batch size for matrices of this shape, and the time to orthogonalize a batch, in nanoseconds. The
-    elements of the products have `itemsize` bytes, and `cost` is the number of operations for one matrix."""
+    """Estimate the batch size for rows x cols matrices, and the time in nanoseconds to orthogonalize a batch. Elements
+    have `itemsize` bytes in matrix products, and one matrix takes `cost` floating point operations."""
     short = min(rows, cols)
     rate = {2: machine.half, 4: machine.single, 8: machine.double}[itemsize]
     # The batch size is limited so that the Gram matrices of a batch have at most 3 * 2**20 elements (see
@@ -530,8 +529,8 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
 
 
 def _step_ns(buckets: Sequence[_Timed]) -> int:
-    """Estimate the duration of a step, in nanoseconds, if the buckets (sets of matrices) are executed in the given
-    order (see [Note: the price of buckets])."""
+    """Estimate the duration of a step, in nanoseconds, if buckets (sets of matrices) are processed in the given order
+    (see [Note: the price of buckets])."""
     slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
     ranks = [
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]

@@ -33,8 +33,8 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Bucket, Item, Plan
 
-# Alignment in bytes of each matrix in a batch, so that the bits of a result do not depend on the matrix's place in the
-# batch.
+# Alignment in bytes of each matrix in a batch. Because of the alignment, the bits of a result do not depend on the
+# matrix's place in the batch.
 _ALIGNMENT = 64
 
 
@@ -86,8 +86,8 @@ class _Batch(NamedTuple):
     Attributes:
         items: Indices of the matrices in `Plan.items`.
         shape: (number of matrices, rows, cols).
-        start, stride: All batches are in one buffer. Matrix k of this batch begins at element start + k * stride of the
-            buffer.
+        start, stride: Matrix k of this batch begins at element start + k * stride of the buffer that contains all
+            batches.
     """
 
     items: tuple[int, ...]
@@ -97,7 +97,7 @@ class _Batch(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """One exchange of matrices, as seen by one rank.
+    """One rank's part in an exchange of matrices.
 
     Attributes:
         sent, came: For each rank of the bucket, the number of elements that are sent to that rank (`sent`) and received
@@ -145,8 +145,8 @@ class Program:
 
     @classmethod
     def of(cls, plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
-        """Make the program (list of copies and exchanges) of one rank for a bucket of matrices. `missing` contains the
-        indices of parameters that are left out because they have no gradient in this step."""
+        """Make one rank's program, the list of its copies and exchanges for a bucket of matrices. `missing` contains
+        the indices of parameters that are left out because they have no gradient in this step."""
         numbers = [n for n in bucket.items if plan.items[n].param not in missing]
         # sort matrices of equal shapes next to each other, so that copies can be merged
         numbers.sort(key=lambda n: _batch_key(plan, n))
@@ -167,9 +167,9 @@ class Program:
             return BufferPlace(slots[load.param, load.tile.matrix] + offset, strides)
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-            """Make the `Wire`, which describes an exchange, for the scatter or the relay. `before` contains the parts
-            of matrices that were received in the previous exchange. Those that other ranks need are forwarded. If
-            `kept` is True, the exchange includes the state values of the Muon variant."""
+            """Describe an exchange (scatter or relay) as a `Wire`. `before` contains the parts of matrices that this
+            rank receives in the previous exchange, from which it forwards the parts that other ranks need. If `kept` is
+            True, the exchange includes the state values of the Muon variant."""
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -177,8 +177,8 @@ class Program:
             return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
 
         back, scatter = wire("scatter", kept=False), wire("scatter")
-        # A relay, which sends results to further replicas, is needed if a matrix that has replicas is orthogonalized by
-        # only one rank.
+        # If a matrix has replicas but only one owner (the rank that orthogonalizes it), a relay must forward the result
+        # to the other replicas.
         relayed = any(bucket.exchange and len(i.owners) == 1 and plan.specs[i.param].layout.has_replicas for i in items)
         return cls(
             bucket=bucket,

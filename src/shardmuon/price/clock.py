@@ -4,7 +4,7 @@ time. `step.bucket` runs real steps in the same order.
 The functions are pure and independent of hardware. All times are in one unit of the caller's choice. With integer times
 and an `overlap` of 0.5, the arithmetic is exact, so all ranks get the same results.
 
-[Note: two clocks]
+[Note: computation and communication]
     A rank computes one operation at a time, and its links carry one exchange at a time. An exchange starts when all of
     its ranks have posted it. Ranks compute during exchanges: while bucket i is orthogonalized, bucket i+1 is gathered,
     and bucket i-1 is scattered or relayed (sent to other replicas). The fraction of an exchange that can overlap with
@@ -45,7 +45,7 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
     If buckets b and b + 1 have different ranks, the relay of b is posted before the wait for the gather of b + 1.
 
     Args:
-        relays: For each bucket of this rank, in the plan's order, whether the bucket has a relay.
+        relays: One flag for each bucket of this rank, in the plan's order. True if the bucket has a relay.
         sets: The ranks of each bucket; empty if all buckets have the same ranks.
     """
     num = len(relays)
@@ -103,8 +103,8 @@ class _Exchange:
 
 
 _Exchanges = dict[tuple[Hashable, _Phase], _Exchange]
-# Dict from an operation to a pair: the exchange for which a rank waits before the operation (None if it does not wait),
-# and the phases of the operation, that is, the computations that the rank runs and the exchanges that it posts.
+# Dict from each operation of a rank to a pair (awaited, phases). `awaited` is the exchange that must end before the
+# operation, or None. `phases` are the computations that the rank runs and the exchanges that it posts.
 _DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
     "begin": (None, ("pack", "gather", "fill")),
     "compute": ("gather", ("orthogonalize", "scatter")),
@@ -176,8 +176,8 @@ class Course:
         while awaited:
             ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
             # If no rank can continue, some ranks have buckets (sets of matrices) with equal keys in different orders.
-            # In a real step, such ranks do not exchange data with each other, so let the first rank continue without
-            # waiting.
+            # In a real step, these ranks would not exchange data with each other, so let the first rank continue
+            # without waiting.
             for run in ready or list(awaited)[:1]:
                 exchange = next(run, None)
                 if exchange is None:
@@ -190,8 +190,8 @@ class Course:
         return courses
 
     def run(self, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
-        """Simulate this rank's work on its buckets (sets of matrices), and yield each exchange for which the rank has
-        to wait, just before the wait."""
+        """Simulate this rank's work on its buckets (sets of matrices). Before each wait, yield the exchange for which
+        the rank waits."""
         for turn, bucket in turns([work.relay is not None for work in works]):
             work = works[bucket]
             awaited, does = _DOES[turn]

@@ -49,10 +49,10 @@ class Machine(NamedTuple):
 
     @staticmethod
     def slowest(stamps: Iterable[str]) -> Machine:
-        """Return the `Machine` for the slowest machine in a job. It determines the speed, because all other ranks wait
-        for it in exchanges.
+        """Return the `Machine` for the slowest machine in a job. The slowest machine determines the speed of the job,
+        because all other machines wait for it in exchanges.
 
-        An unknown accelerator is treated as an H100, which is stated in printed plans.
+        An unknown accelerator is treated as an H100, and printed plans say so.
 
         Args:
             stamps: Descriptions of the ranks' machines, made by `orthogonalize.stamp`. If empty, return the `Machine`

@@ -132,7 +132,7 @@ class ParamGroups(list[dict[str, Any]]):
         Raises:
             TypeError: Options for `param_groups` are given, but `params` is not a module, so the options would have no
                 effect.
-            ValueError: In the groups `params`, `param_groups` chose an lr for AdamW that matches Muon's default
+            ValueError: `params` was made by `param_groups`, which chose an lr for AdamW that matches Muon's default
                 learning-rate scale, but the optimizer's `adjust_lr_fn` selects a different scale.
         """
         given = {key: value for key, value in given.items() if value is not None}
@@ -279,8 +279,8 @@ def _matched_lr(updates: Sequence[tuple[int, int, float]]) -> float:
     """
     total = sum(rows * cols for rows, cols, _ in updates)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in updates)
-    # AdamW's updates have a root mean square of 0.2 times its lr (see docs/learning_rate.md). Results are rounded to
-    # six digits, so that results that should be 1 become exactly 1 despite rounding errors.
+    # AdamW's updates have a root mean square of 0.2 times AdamW's lr (see docs/learning_rate.md). The result is rounded
+    # to six digits, so that a result that should be 1 becomes exactly 1 despite rounding errors.
     return float(f"{math.sqrt(squares / total) / 0.2:.6g}") if total else 1.0
 
 
@@ -342,7 +342,7 @@ class Rule(NamedTuple):
 
 @dataclass(eq=False)
 class _RoutedParam(Placed):
-    """A parameter and the optimizer chosen for it. The routing functions fill in the fields step by step.
+    """A parameter and the optimizer chosen for it. The routing functions set the fields step by step.
 
     Attributes:
         shape, role: The parameter's global shape, and its role in the model.
@@ -408,8 +408,8 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
 
 
 def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) -> _RoutedParam:
-    """Determine a parameter's role, and whether the user has chosen its optimizer by an override or the attribute
-    `use_muon`."""
+    """Determine a parameter's role, and the optimizer that the user has chosen for it (if any) by an override or the
+    attribute `use_muon`."""
     rule = next((rule for rule in rules if rule.matches(placed)), Rule("", "", {}))
     given = {"tp_group": tp_group, **rule.options}
     with about(placed.name):
@@ -452,8 +452,7 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
     view |= {key: options[key] for key in VIEW_DEFAULTS if key in options}
     with about(f"{w.name} ({w.reason})"):
         matrices = matrix_view(w.shape, **view).matrices
-    # Parameters are grouped by the printed form of their options, in which a list and a tuple with equal elements
-    # differ.
+    # Convert a list to a tuple, because parameters are grouped by the `repr` of their options.
     if isinstance(view["split_sizes"], list):
         view["split_sizes"] = tuple(view["split_sizes"])
     made = {**muon, **options, **view}
@@ -521,8 +520,8 @@ def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
 
 def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
     """Call the methods named in `hooks` on every module that has them. Return a dict from the id of each parameter that
-    a method returned to the name of the method. If a method returns None because the model has no such parameter, the
-    dict contains the key `id(None)`, so it is not empty."""
+    a method returned to the name of the method. A method that returns None, because the model has no such parameter,
+    adds the key `id(None)`."""
     found: dict[int, str] = {}
     for module in model.modules():
         for hook in hooks:
@@ -542,8 +541,8 @@ def _is_tied(table: _RoutedParam) -> bool:
 
 
 def _with_labels(linear: Sequence[_RoutedParam], blocks: _Blocks) -> dict[str, str]:
-    """Find classifiers: in each module with an attribute `num_labels`, the last linear layer with `num_labels` rows.
-    Return a dict from parameter name to reason."""
+    """Find classifiers. In each module with an attribute `num_labels`, the classifier is the last linear layer with
+    `num_labels` rows. Return a dict from parameter name to reason."""
     apart = [w for w in linear if not blocks.around(w)]
     owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
     found = {id(module): w for w, module in owners if vars(module).get("num_labels") == w.shape[0]}
@@ -604,9 +603,8 @@ def _find_experts(weights: Sequence[_RoutedParam]) -> None:
     of a module that contains the experts. The experts are either a stack of shape (E, M, N) or a list of E modules. The
     modules must contain only linear layers, which excludes lists of transformer blocks, because these also have norms.
 
-    All stacks of a module are confirmed together. What counts is the first stack in which the size of a matrix dim
-    equals the router's input width. The stacks are confirmed if this dim is the last one, because the last dim indexes
-    inputs.
+    All stacks of a module are confirmed together. The first stack that has the router's input width as the size of a
+    matrix dim decides: the stacks are confirmed if this is the last dim, which indexes inputs.
     """
     stacks = [w for w in weights if w.role.use_muon and w.role.view.get("view") == "stack"]
     for w in weights:
@@ -677,7 +675,8 @@ _DOUBTS = {
 
 
 def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[str]:
-    """Make warnings about parameters whose optimizer was chosen only by shape. Similar parameters share one warning.
+    """Make warnings about parameters whose optimizer was chosen by their shape alone. Similar parameters share one
+    warning.
 
     Args:
         weights: All parameters of the model.
@@ -701,9 +700,9 @@ def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[
 
 
 def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool:
-    """Return whether a (1, M, N) parameter is certainly a table, such as position embeddings, and not the matrix of a
-    single expert. Two conditions must be met: N is the width of a norm in the model, and no other parameter of shape
-    (1, ..., ...) in the same module has a shape that allows a matrix product with this parameter."""
+    """True if a (1, M, N) parameter is certainly a table, such as position embeddings, and not the matrix of a single
+    expert. Two conditions must be met: N is the width of a norm in the model, and no other parameter of shape (1, ...,
+    ...) in the same module has a shape that allows a matrix product with this parameter."""
     widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
     if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
         return False

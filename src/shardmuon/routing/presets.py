@@ -5,8 +5,8 @@
     they reveal that the rows of a weight are q, k and v, that a weight is stored transposed, or that a parameter
     contains decay rates.
 
-    Types are matched by the names of the classes in the module's MRO, because wrappers and `fully_shard` make
-    subclasses. If unrelated classes have the same name, the name of the Python module is matched as well.
+    A type is matched by the class names in the module's MRO, because wrappers and `fully_shard` create subclasses. If
+    unrelated classes have the same name, the name of the Python module is matched as well.
 
     A fused weight is split by default if its parts are certain: the type of its module is in this table, and the sizes
     of the parts add up to the size of the weight. The weight then gets the same update as if its parts were stored
@@ -38,7 +38,7 @@ _Kind = Literal[
     "entries",  # parameter that is not a linear map: a vector, a lookup table, decay rates or the biases of experts
     "broadcast",  # parameter of shape (1, M, N): either a table or a stack of one expert
     "pairs",  # parameter whose last dim has size 2, as in complex numbers stored as pairs of real numbers
-    "unclear",  # parameter whose shape is known, although it is unclear how to read the parameter as matrices
+    "unclear",  # parameter of known shape whose division into matrices is unclear
     "unknown",  # parameter whose unsharded shape cannot be determined
 ]
 
@@ -54,7 +54,7 @@ class Role:
         view: Options with which `matrix_view` divides the parameter into matrices. They can also be set for a parameter
             that goes to AdamW by default, because the user can assign the parameter to Muon.
         reads: Sizes of a layer's input dims, or the width of a norm or an embedding; empty if unknown.
-        decays: Whether AdamW applies weight decay to the parameter. Ignored for 1-D parameters, which are never
+        decays: True if AdamW applies weight decay to the parameter. Ignored for 1-D parameters, which are never
             decayed.
         remark: Text appended to the reason, such as a "fused?" hint. Only for parameters that go to Muon by default.
     """
@@ -115,7 +115,7 @@ class _Preset:
             The shape is an argument because the weight itself may be a placeholder. If the function raises an error or
             the sizes do not fit the weight, the entry is skipped.
         kind: "matrices", "entries" etc. (see `_Kind`).
-        decays: Whether AdamW applies weight decay to the weight. Ignored for 1-D weights, which are never decayed.
+        decays: True if AdamW applies weight decay to the weight. Ignored for 1-D weights, which are never decayed.
         has: Names of attributes that the module must also have for the entry to match.
     """
 
@@ -136,7 +136,7 @@ def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
 
 
 def _rows(num: int) -> Callable[[Any, Ints], _View]:
-    """Return a preset's `view` function for a weight that stacks `num` equal blocks of rows along dim 0."""
+    """Return the `view` function of a preset whose weight consists of `num` equal blocks of rows."""
     return lambda _, shape: _split((shape[0] // num,) * num)
 
 

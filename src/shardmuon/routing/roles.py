@@ -1,5 +1,4 @@
-"""Roles of the parameters in a model. Examples of roles are embedding, norm, matrix, several fused matrices, and
-unknown.
+"""Roles of the parameters in a model, such as embedding, norm or linear.
 
 A parameter's role depends on its global shape, the module that contains it, the enclosing modules, and other modules
 that share it. The role does not depend on overrides, learning rates or groups. For well-known module types, presets.py
@@ -47,12 +46,12 @@ _HINTS = (
 
 
 class Place(NamedTuple):
-    """One place of a parameter in a model. A shared parameter has several places.
+    """A place where a parameter occurs in a model. A shared parameter occurs in several places.
 
     Attributes:
         order: Position of this place in model order.
-        name: Full name of the parameter, without the parts that wrappers add. So an override matches whether or not the
-            model is wrapped.
+        name: Full name of the parameter, without the parts that wrappers add, so that overrides match with or without
+            wrappers.
         leaf: Name of the module's attribute that stores the parameter. For a parametrized weight, the name of the
             weight.
         owners: Pairs (name of the parameter relative to the module, module), one for each enclosing module, innermost
@@ -78,14 +77,14 @@ class Place(NamedTuple):
 
     @property
     def fused_parts(self) -> tuple[str, ...] | None:
-        """The fused parts that the weight's name suggests, in order. The tuple is empty if the name suggests a fused
-        weight but not its parts; None means that the name does not suggest a fused weight."""
+        """Names of the fused parts that the weight's name suggests, in order. Empty if the name suggests a fused weight
+        but not its parts; None if it does not suggest a fused weight."""
         word = self.name.removesuffix(".weight").rpartition(".")[2]
         return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
 
     @property
     def paths(self) -> list[tuple[str, nn.Module]]:
-        """List of (name, module) for each enclosing module except the model itself, outermost first."""
+        """Pairs (name, module), one for each enclosing module except the model itself, outermost first."""
         return [(self.name.removesuffix(f".{below}"), module) for below, module in self.owners[-2::-1]]
 
 
@@ -163,8 +162,8 @@ class Placed:
         return shape, self._role(shape)
 
     def _role(self, shape: Ints) -> Role:
-        """Determine the parameter's role from all modules that contain the parameter. `shape` is its global shape. The
-        order of these modules does not affect which optimizer gets the parameter."""
+        """Determine the role of a parameter from all modules that contain it. `shape` is the parameter's global shape.
+        The order of the modules does not affect which optimizer updates the parameter."""
         places, roles = self.places, [_role_at(place, shape) for place in self.places]
         tables = [place for place, role in zip(places, roles, strict=True) if role.kind == "embedding"]
         others = ", ".join(place.name for place in places[1:])
@@ -186,8 +185,8 @@ class Placed:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a pair (prefix, module) for every module in model order. The names of the module's parameters start with
-    the prefix. A wrapper and the wrapped module have the same prefix."""
+    """Yield a pair (prefix, module) for every module in model order. The prefix is the start of the names of the
+    module's parameters. A wrapper and the wrapped module have the same prefix."""
     yield prefix, module
     keeps = any(t.__name__ in _KEEP_AS_MODULE for t in type(module).__mro__)
     for key, child in module._modules.items():
@@ -234,7 +233,7 @@ def _convolution(place: Place, shape: Ints) -> Role:
     """
     module: Any = place.module
     groups: int = module.groups
-    # number of input channels of each group of the convolution
+    # number of input channels per group
     num_inputs = shape[0] // groups if module.transposed else shape[1]
     if groups > 1 and num_inputs == 1:
         return Role("entries", "depthwise convolution", {"view": "flatten"})

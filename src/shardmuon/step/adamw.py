@@ -41,7 +41,8 @@ _SMALL = 1 << 14
 
 
 class Row(NamedTuple):
-    """One parameter's local tensors on this rank, as an AdamW step reads and updates them."""
+    """One parameter's local shards (weight, gradient and moments) and optimizer state, for an AdamW step on this
+    rank."""
 
     param: Tensor
     grad: Tensor
@@ -55,12 +56,13 @@ def step_adamw(
     state: MutableMapping[Tensor, dict[str, Any]],  # optimizer state of each parameter; missing state is created
     # Function that returns the engines (storage adapters) of all Muon parameters with gradients.
     engines: Callable[[], set[Engine]],
-    # Dict from the index of an AdamW group to one row of local tensors per parameter. A row is None if its tensors are
-    # not known yet.
+    # Dict from the index of an AdamW group to the rows of its parameters. A row consists of a parameter's local
+    # tensors, or is None if they are not known yet.
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),
 ) -> None:
     """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a
-    gradient must be redistributed to its parameter's layout. The CPU does not wait for accelerators."""
+    gradient must be redistributed to its parameter's layout. The CPU waits for an accelerator only if a hyperparameter
+    is a tensor on the accelerator."""
     for number, group in enumerate(groups):
         if group["use_muon"]:
             continue
@@ -88,8 +90,8 @@ def _completed(
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
     """Return a row of local tensors for every parameter of a group that takes part in the step, and create missing
-    state. A parameter takes part if it has a gradient, or if it has none only because this rank stores no elements of
-    the parameter. Collective if a gradient must be redistributed to its parameter's layout."""
+    state. A parameter takes part if it has a gradient, or if it lacks one only because this rank stores none of its
+    elements. Collective if a gradient must be redistributed to its parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
     stepped = engines() | set(map(engine_of, others))  # engines (storage adapters) of all parameters with a gradient
     found: list[Row] = []
@@ -138,8 +140,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Lin
 
     Args:
         rows: This rank's local tensors of each parameter on the device.
-        cuts: Whether elements at a tensor's end that do not fill a vector of the kernel are updated in a padded copy.
-            Must be True on CPUs, where the kernel rounds these elements differently.
+        cuts: True if elements at a tensor's end that do not fill a vector of the kernel are updated in a padded copy.
+            This is required on CPUs, where the kernel rounds these elements differently.
 
     Returns:
         A list of tensors to update in place, and a list of groups of tensors. All tensors of a group are updated in one
@@ -180,8 +182,8 @@ def _side_by_side(several: Sequence[_Line]) -> _Line:
 
 
 def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
-    """Take an in-place AdamW step on local tensors (rows) that are all on one device. `group` contains lr, betas, eps
-    and weight_decay."""
+    """Apply AdamW in place to the local tensors of parameters on one device. `group` contains lr, betas, eps and
+    weight_decay."""
     lines, originals = _lines(rows, device.type == "cpu")
     copies = list(map(_side_by_side, originals))
     params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*lines, *copies, strict=True))

@@ -62,8 +62,7 @@ class Member(NamedTuple):
 
 
 class Binding(Agreed):
-    """A plan, with this rank's parameters and buckets. A bucket is a set of matrices that are exchanged together. The
-    attributes of the base class are taken from the layout table.
+    """A plan, with this rank's parameters and buckets. A bucket is a set of matrices that are processed together.
 
     Args:
         rank: Global rank for which the binding is made.
@@ -71,14 +70,15 @@ class Binding(Agreed):
         plan: Plan for the parameters of the table, which assigns each matrix to the ranks that orthogonalize it.
         members: The parameters of the table, in the same order.
         settings: Settings of each parameter's group.
-        planned: For each group, a string of the options on which the plan depends; "" for a group that AdamW updates.
+        planned: For each parameter group, a string of the options on which the plan depends; "" for a group that AdamW
+            updates.
         ns_device: Device on which matrices are orthogonalized. If None, the device of each bucket's exchange buffers.
 
     Attributes:
         buckets: The buckets that this rank takes part in, in the plan's order.
         group_of: Index of each parameter's group.
-        alike_members: Dict from (index of a group, engine, dtype, device) to the indices of all parameters with these
-            four properties.
+        alike_members: Dict from (index of a group, engine, dtype, device) to the indices of the parameters that have
+            these four properties.
         on_weights: Indices of parameters whose Muon variant (such as Hyperball) rescales the updated weights.
         alike: Dict from a set of ranks to the indices of the parameters that these ranks must update in the same way.
             For most parameters, the set contains all ranks over which the parameter is sharded or replicated. For a
@@ -170,7 +170,7 @@ class Offer:
 
     Attributes:
         ns_device: Device on which this rank orthogonalizes matrices. It is the accelerator if parameters are offloaded
-            to the CPU. None stands for the device of the parameters.
+            to the CPU. None means the device of each parameter.
         listed: This rank's parameters that Muon updates.
         stamp: Text that lists the properties of this machine that affect the bits of matrix products.
         refs: Dict from a tuple of ranks to a process group of exactly these ranks, found in a parameter or its options.

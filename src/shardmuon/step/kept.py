@@ -19,15 +19,14 @@ from torch import Tensor
 
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-# Key under which a saved parameter group contains stage state, as a nested dict from parameter name or position to
-# state key to tensor.
+# Key under which a saved parameter group contains stage state (such as NorMuon's second moments), as a nested dict:
+# parameter name or position -> state key -> tensor.
 CARRIED = "kept_state"
 
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
     """Copy stage state (the state of variants such as NorMuon) to a saved parameter group. `states` is a dict from the
-    name or position of each parameter to the parameter's state. The copies are on the CPU, like tensors that are read
-    from files."""
+    name or position of each parameter to the parameter's state. The copies are on the CPU."""
     found = {
         name: {key: state[key].detach().to("cpu", copy=True) for key in KEPT_KEYS if state.get(key) is not None}
         for name, state in states.items()

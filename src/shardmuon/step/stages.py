@@ -39,7 +39,7 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-# number of weights to square and sum at a time on CPUs, small enough for fp64 copies of the weights to fit in the cache
+# Number of weights that CPUs square and sum at a time. The fp64 copies of this many weights fit in the cache.
 _PART = 1 << 17
 
 
@@ -67,7 +67,7 @@ class WeightSet:
         matrices = [(param, i) for param, spec in specs.items() for i in range(len(spec.layout.tiles))]
         # name of each matrix of the set, for the warning about all-zero matrices
         self._names = [specs[p].name + (f"[{i}]" if len(specs[p].layout.tiles) > 1 else "") for p, i in matrices]
-        # for each parameter, the index (in `Spec.kept`) of the state tensor that contains the norms
+        # for each parameter, the index in `Spec.kept` of the state tensor that contains its weight norms
         numbers = {p: [one.key for one in keeping(of_param)].index(self._stage.key) for p, of_param in stages.items()}
         loads = [Load(p, tile) for p, i in matrices for tile in specs[p].layout.tiles[i].get(rank, ())]
         kept = [
@@ -79,7 +79,8 @@ class WeightSet:
         indices = {matrix: at for at, matrix in enumerate(matrices)}
         self._tiles_at = [indices[load.param, load.tile.matrix] for load in loads]
         self._kept_at = [indices[load.param, load.tile.matrix] for load in kept]
-        # For each tile, True if this rank sums the tile's squares.
+        # For each tile (part of a matrix), True if this rank includes the tile in the sum of squares. If several ranks
+        # store the tile, only one of them includes it.
         self._counts = [specs[load.param].layout.keepers[load.tile.held.piece][0] == rank for load in loads]
         self._tiles = Side(loads, [spec.layout.view for spec in plan.specs], shapes)
         self._kept = KeptSide(plan, kept)
@@ -120,8 +121,8 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:
-        """Store the norms of weight matrices whose norms are still unknown, and queue a check for all-zero matrices.
-        Must be called before the weights are updated. `squares` contains the squared norm of each matrix, in fp64."""
+        """Store the norm of each weight matrix whose norm is still unknown, and queue a check for all-zero matrices.
+        Call this method before the weights are updated. `squares` contains the squared norm of each matrix, in fp64."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         # Of the ranks that share the weight matrices, only the first rank warns about all-zero matrices.
@@ -136,8 +137,8 @@ class WeightSet:
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)
         tiles = self._tiles.of(work.weights)
-        # CPUs multiply a half-precision weight by a 0-dim fp32 factor in fp32. Other devices would first round a 0-dim
-        # factor to the dtype of the weight, so the factor gets one dim on these devices.
+        # On CPUs, torch multiplies half-precision weights by a 0-dim fp32 factor in fp32. On other devices, it would
+        # first round a 0-dim factor to the dtype of the weights, so the factors get one dim.
         factor = factor if factor.device.type == "cpu" else factor.unsqueeze(-1)
         wide, numbers = factor.unbind(0), factor.float().unbind(0)
         pairs = zip(tiles, self._tiles_at, strict=True)
@@ -151,7 +152,7 @@ class WeightSet:
             found[at] = number
         return torch.stack(found)
 
-    # `values` contains norms and has shape (number of matrices, 1)
+    # `values`: fp32 norms, shape (number of matrices, 1)
     def _write(self, work: Work, values: Tensor) -> None:
         if self._kept_at:
             rows = values.unbind(0)

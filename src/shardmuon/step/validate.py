@@ -34,8 +34,8 @@ from shardmuon.step.binding import Binding, Member
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
-# What an error message states about a parameter: (the parameter's name, the state of the parameter's gradient, a text
-# that lists the parameter's dtypes and options).
+# One parameter's data for error messages: its name, the state of its gradient, and a text that lists its dtypes and
+# options.
 _Line = tuple[str, str, str]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -67,9 +67,9 @@ class Proposal(Work):
     presence: int = 0
 
     def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
-        """Compute a digest of the values that must be equal in this step, for each set of ranks that must update the
-        same parameters in the same way. `due` describes the audit of this step (its comparison with an unsharded
-        reference); "" if the step is not audited."""
+        """Compute digests of the values that must be equal in this step on all ranks that share parameters: one digest
+        for each set of ranks. `due` describes the audit of this step (its comparison with an unsharded reference); ""
+        if the step is not audited."""
         found = {}
         for ranks, numbers in binding.alike.items():
             if len(ranks) > 1:
@@ -79,8 +79,8 @@ class Proposal(Work):
         return found
 
     def lines(self, binding: Binding, ranks: Ranks, due: str) -> list[_Line]:
-        """Return, as lines of text, the values that `digests` hashes for a set of ranks: one line for the plan, then
-        one line per parameter."""
+        """Return the values that `digests` hashes for a set of ranks, as text for error messages: one tuple of strings
+        for the plan, then one per parameter."""
         said = ((binding.members[number].name, *self.said[number]) for number in binding.alike[ranks])
         plan = "", (binding.plan.digests.get(ranks, b"") + binding.token).hex(), ""
         return [plan, *((name, word, text + due) for name, word, text in said)]
@@ -88,8 +88,8 @@ class Proposal(Work):
     @staticmethod
     def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
         """Format an error message about the first difference between ranks that share parameters. `everyone` contains
-        the result of `lines` on each rank, in the order of `ranks`, or None for a rank on which the plan has no
-        parameters shared by exactly these ranks."""
+        the result of `lines` on each rank, in the order of `ranks`, or None for a rank whose plan contains no
+        parameters that are shared by exactly these ranks."""
         told = [lines for lines in everyone if lines is not None]
         plans, *lines = zip(*told, strict=False)
         if len(told) < len(ranks) or len(set(plans)) > 1:
@@ -97,7 +97,7 @@ class Proposal(Work):
                 f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
                 "ranks; else call optimizer.prepare() on every rank"
             )
-        for said in lines:  # `said` contains what each rank reports about the same parameter, one line per rank
+        for said in lines:  # `said` has one entry per rank, all for the same parameter
             (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
             if len(set(gradients)) > 1:
                 have = {
@@ -162,14 +162,14 @@ def _glance(
     core: Any,
 ) -> None:
     """Check in bulk the parameters of a group that have a gradient and no state except momentum, and fill in their
-    entries in the proposal. This is the fast path of `validate`. Do nothing if any of these gradients or momenta does
-    not have the layout of its parameter."""
+    entries in the proposal. This is the fast path of `validate`. If the layout of any of these gradients or momenta
+    differs from its parameter's, do nothing."""
     rows, state = [], core.state
     for number in numbers:
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            # The momentum can be an object of any type if it was loaded from a state dict.
+            # Momentum that was loaded from a state dict can be an object of any type.
             rows.append((number, param, grad, kept.get(BUFFER)))
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
@@ -235,8 +235,8 @@ def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tenso
     if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
         return
     keeper.check_coded(engine, param, view.num_row_dims, kept)
-    # Drop the state of Muon variants other than the group's, which would be out of date if the group returned to one of
-    # these variants.
+    # Drop the state of all Muon variants except the group's current variant. If the group returned to an earlier
+    # variant, that variant's state would be out of date.
     for key in KEPT_KEYS:
         if key not in shapes:
             state.pop(key, None)
@@ -263,8 +263,8 @@ def _unsettled(stages: Stages, state: Mapping[str, Any], settled: Mapping[Tensor
 def _stored_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> tuple[Tensor, ...]:
-    """Return this rank's part of each state tensor that a Muon variant's stages keep for a parameter, in the order of
-    `shapes`.
+    """Return this rank's part of a parameter's stage state (such as NorMuon's second moments): one tensor for each
+    entry of `shapes`, in the same order.
 
     Raises:
         ValueError: A tensor is missing or has a wrong layout or dtype. The message does not contain the parameter's
@@ -376,8 +376,8 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
 
 
 def _check_gradient_elsewhere(param: Tensor) -> None:
-    """Raise ValueError if a parameter's `grad` is None but another of its attributes contains a gradient. Without this
-    error, the parameter would silently stay untrained."""
+    """Raise ValueError if a parameter's `grad` is None but another attribute, such as `main_grad`, contains its
+    gradient. Without this error, the parameter would silently stay untrained."""
     for name, remedy in (
         ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
         ("main_grad", "Use shardmuon.frameworks.megatron, or set p.grad = p.main_grad before the step"),

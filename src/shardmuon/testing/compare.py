@@ -55,23 +55,23 @@ class Comparison:
 
     @staticmethod
     def with_dense(layout: str, **given: Any) -> Comparison:
-        """Compare a sharded model with an unsharded copy of the model, which takes the same steps in one process. All
-        ranks must call this function.
+        """Compare a sharded model with an unsharded copy that takes the same steps in one process. All ranks must call
+        this method.
 
         Args:
             layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
-            given: Keyword arguments of `_compare` and options of Muon. `method` defaults to "standard".
+            given: Options of Muon, and keyword arguments of `_compare`. `method` defaults to "standard".
         """
         return _compare(layout, _dense_steps, **{"method": "standard", **given})
 
     @staticmethod
     def with_torch(layout: str, **given: Any) -> Comparison:
-        """Compare a sharded model with an unsharded copy of the model that torch.optim.Muon updates. In this copy,
-        every matrix is a separate parameter. All ranks must call this function.
+        """Compare a sharded model with an unsharded copy that torch.optim.Muon updates. In the copy, every matrix is a
+        separate parameter. All ranks must call this method.
 
         Args:
             layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
-            given: Keyword arguments of `_compare`, and options that Muon has in common with torch.optim.Muon. `method`
+            given: Options that Muon has in common with torch.optim.Muon, and keyword arguments of `_compare`. `method`
                 is not allowed, because it is always "torch".
 
         Raises:
@@ -125,7 +125,7 @@ def _compare(
             try:
                 if device != "cpu" or dist.get_rank() == 0:
                     made = [list(steps_of(cases, options, full, grads))]
-            finally:  # if rank 0 fails, the other ranks must not wait for its results
+            finally:  # broadcast even if rank 0 fails, because the other ranks wait for it
                 if device == "cpu":
                     dist.broadcast_object_list(made)
             if not made[0]:
@@ -157,7 +157,7 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
             difference = relative_error(one, other)
             if difference > worst or math.isnan(difference):  # treat NaN as the largest difference
                 worst, where = difference, name
-    # Conversion to fp64 is exact for momentum of every dtype.
+    # Momentum of any dtype can be converted to fp64 exactly, so the comparison is bitwise.
     momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})
     bitwise &= all(torch.equal(found.double(), momentum[name]) for name, found in run.momentum().items())
     return Comparison(worst, bitwise and run.keeps(state), traffic, num_matrices, where)
@@ -208,8 +208,8 @@ def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
 
 class _LayoutRun(Run):
-    """A run of Muon on parameters that are sharded by a layout in `LAYOUTS`. The weights and momentum of the run are
-    returned as this rank's local tensors."""
+    """A run of Muon on parameters that are sharded by a layout in `LAYOUTS`. `weights` and `momentum` return this
+    rank's local tensors."""
 
     def __init__(
         self, name: str, full: Mapping[str, Tensor], make: Callable[[_Whole, Mapping[str, Any]], Muon]

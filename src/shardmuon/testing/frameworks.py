@@ -54,7 +54,7 @@ class _Inner(_GivenGradients):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress all warnings in this context, because torch emits deprecation warnings for FSDP1 and for functions that
+    """Suppress all warnings inside the `with` block. torch emits deprecation warnings for FSDP1 and for functions that
     DeepSpeed calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -78,16 +78,18 @@ class Run:
     steps: torch.dtype | None = None
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parts of the reference model's tensors to compare with this run: by default, the whole tensors."""
+        """Return the parts of the reference model's tensors that are compared with this run. Default: the whole
+        tensors."""
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the initial weights of the reference model, in the dtype `self.steps` if this attribute is set."""
+        """Return the initial weights of the reference model. Their dtype is `self.steps`, or that of `full` if
+        `self.steps` is None."""
         return {name: t.to(self.steps or t.dtype) for name, t in full.items()}
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of a step: the random tensors in `drawn`, divided by 4, rounded to multiples of 1/8 and
-        clamped to [-1, 1]. The gradients have the dtype `self.steps` if this attribute is set."""
+        clamped to [-1, 1]. The dtype of the gradients is `self.steps`, or that of `drawn` if `self.steps` is None."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
@@ -95,7 +97,7 @@ class Run:
         `state`.
 
         Under FSDP1 and DeepSpeed, the result is always True, because the framework decides where this state is stored.
-        An error in this state would still be detected, because it changes the weights.
+        An error in this state would still be detected, because it would change the weights.
         """
         return True
 
@@ -125,7 +127,7 @@ class Fsdp1Run(Run):
 
     @staticmethod
     def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
-        """Wrap a model in FSDP1 on the CPU. All ranks must call this function.
+        """Wrap a model in FSDP1 on the CPU. All ranks must call this method.
 
         Args:
             model: The model. By default, each of its `_Inner` submodules becomes a separate FSDP1 unit.
@@ -257,5 +259,5 @@ def _find(function: str, param: Tensor, *key: str) -> Tensor:
     from deepspeed import utils
 
     found: Tensor = getattr(utils, function)(param, *key)
-    shape = getattr(param, "ds_shape", param.shape)  # with ZeRO stage 3, `param` is an empty placeholder
+    shape = getattr(param, "ds_shape", param.shape)  # with ZeRO stage 3, `param` itself is empty
     return found.detach().clone().view(shape)

@@ -54,7 +54,7 @@ _KIND = ["cpu"]  # stack of device types set by nested `meshes_on` contexts; new
 
 @contextlib.contextmanager
 def meshes_on(kind: str) -> Iterator[None]:
-    """Build layouts on the device type `kind`, such as "cuda", in this context."""
+    """Build layouts on the device type `kind`, such as "cuda", inside the `with` block."""
     _KIND.append(kind)
     try:
         yield
@@ -95,8 +95,8 @@ class _LayoutCase:
         """Shard full tensors with this layout, after moving them to the device type of its meshes, and return this
         rank's shards. All ranks of the default group must call this method."""
         tensors = {name: t.to(_KIND[-1]) for name, t in tensors.items()}
-        # Reuse an earlier result of the layout's builder if possible (see [Note: cut once]). This is not possible for
-        # tensors of mixed dtypes, because a framework can shard each dtype in a separate buffer.
+        # Reuse an earlier result of the layout's builder (see [Note: cut once]), except for tensors of mixed dtypes,
+        # because a framework can shard each dtype in a separate buffer.
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
         if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
             return self.builder(tensors, shape)
@@ -128,15 +128,14 @@ def _elements_of(full: Tensor, built: Tensor) -> Tensor:
 
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
-    """Turn the tensors that a layout built into parameters, with copies of the attributes that describe how the tensors
-    are sharded."""
+    """Make parameters from the sharded tensors of a layout, and copy the attributes that describe the sharding."""
     made: dict[str, Any] = {}
     for name, tensor in tensors.items():
         # Don't call nn.Parameter for a DTensor: torch would trace each shape again, and could replace the mesh with an
         # equal mesh from its cache that belongs to a different layout.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # makes isinstance(made[name], nn.Parameter) true
+            made[name]._is_param = True  # torch uses this flag in isinstance(made[name], nn.Parameter)
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -167,8 +166,8 @@ def _mesh_of(world: object, kind: str, shape: Ints, purpose: str) -> DeviceMesh:
 
 
 def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Shard tensors with `fully_shard`, which frees them. The tensors can be plain tensors or tensor-parallel
-    DTensors."""
+    """Shard tensors with `fully_shard`, which frees the memory of the given tensors. These can be plain tensors or
+    tensor-parallel DTensors."""
     bag = nn.ParameterDict(parameters(tensors))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ignore torch's warning that nn.ParameterDict has no forward method
@@ -180,9 +179,9 @@ def _placed_by(
     # function that takes a tensor's index and the tensor itself, and returns the tensor's placements
     places: Callable[[int, Tensor], Sequence[Placement]],
 ) -> _Builder:
-    """Return a builder that shards each tensor as a DTensor with the placements that `places` returns. A tensor without
-    placements stays a plain tensor. If the number of placements differs from the number of mesh axes, the mesh of the
-    tensor has a single axis over all ranks."""
+    """Return a builder that makes a DTensor of each tensor, with the placements that `places` returns. If `places`
+    returns no placements, the tensor stays a plain tensor. If the number of placements differs from the number of mesh
+    axes, the DTensor gets a mesh with a single axis over all ranks."""
 
     def build(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         out: dict[str, Tensor] = {}
@@ -218,8 +217,8 @@ def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Make DTensors whose only placement is a strided shard. This layout results if FSDP and tensor parallelism of size
-    2 shard the same dim, and the tensor-parallel axis is then gathered. Each rank has a part of both tensor-parallel
-    halves."""
+    2 shard the same dim, and the tensors are then gathered over the tensor-parallel axis. Each rank stores a part of
+    both tensor-parallel halves."""
     mesh = mesh_of(shape)
     out: dict[str, Tensor] = {}
     for name, full in tensors.items():
@@ -236,7 +235,7 @@ def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
-    """Split a tensor like `torch.chunk`, but always return `parts` tensors. The last tensors can be empty."""
+    """Split a tensor as `torch.chunk` does, but always return `parts` tensors. The last tensors can be empty."""
     size = tensor.shape[dim]
     ends = [min(size, i * -(-size // parts)) for i in range(parts + 1)]
     return [tensor.narrow(dim, start, stop - start) for start, stop in itertools.pairwise(ends)]
@@ -251,7 +250,7 @@ def _shard_like_megatron(
     # True if the last mesh axis shards tensors with even indices by rows and all other tensors by columns
     tensor_parallel: bool = False,
 ) -> dict[str, Tensor]:
-    """Shard full tensors by rows like Megatron-FSDP v1, without communication, and return DTensors."""
+    """Shard full tensors by rows in the same way as Megatron-FSDP v1, but without communication. Return DTensors."""
     at = list(mesh.get_coordinate() or ())
     num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
     # Megatron-FSDP splits over the inner mesh axis first. So shard i * num_outer + o belongs to the rank at coordinate
@@ -275,17 +274,17 @@ def _shard_like_megatron(
 
 
 def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Split a flat buffer into `num_parts` equal parts, and return the range (start, stop) of a tensor's elements that
-    are in the part with index `part`. The tensor has `size` elements. The buffer contains `before` + 1 other elements
-    in front of the tensor, and 2 other elements after it."""
+    """Return the range (start, stop) of a tensor's elements that lie in one part of a flat buffer. The buffer contains
+    `before` + 1 other elements, the `size` elements of the tensor, and 2 other elements. It is split into `num_parts`
+    equal parts, and `part` is the index of the part."""
     each = -(-(3 + before + size) // num_parts)
     start, stop = (min(max(end * each - 1 - before, 0), size) for end in (part, part + 1))
     return (start, stop) if start < stop else (0, 0)
 
 
 def _megatron(purpose: str, **how: Any) -> _Builder:
-    """Return a builder that calls `_shard_like_megatron` with the options in `how`. Builders with the same `purpose`
-    share their meshes."""
+    """Return a builder that calls `_shard_like_megatron` with the options `how`. Builders with the same `purpose` share
+    meshes."""
     return lambda tensors, shape: _shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
 
 
@@ -300,8 +299,8 @@ def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tenso
 
 
 def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> dict[str, Tensor]:
-    """Make tensor-parallel shards that are plain tensors. The tensors cycle through the entries of `dims`: 0 splits the
-    rows of each matrix, 1 splits the columns, and -1 leaves the tensor whole."""
+    """Make tensor-parallel shards that are plain tensors. Each tensor uses the next entry of `dims`, in a cycle: 0
+    splits the rows of each matrix, 1 splits the columns, and -1 leaves the tensor whole."""
     out = {}
     part = dist.get_rank() % shape[-1]
     for i, (name, full) in enumerate(tensors.items()):
@@ -310,7 +309,7 @@ def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> di
             out[name] = full.clone()
             out[name].partition_dim = -1  # type: ignore[attr-defined]
             continue
-        # the first dim of a stack indexes experts, so the dims of its matrices are shifted by one
+        # In a stack of experts, dim 0 indexes the experts, so rows and columns are dims 1 and 2.
         dim += full.ndim == 3
         fits = len(full.transpose(0, dim)) % stride == 0
         out[name] = _marked(full, dim, stride if fits else 1, shape[-1], part)
@@ -344,9 +343,8 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
 
 
 def _cut_of(full: Tensor, index: int, num_parts: int) -> Cut | None:
-    """Choose by the tensor's index how tensor parallelism splits the tensor: by rows, by columns, or by rows with
-    stride 2. Return None if the tensor does not divide evenly, or if a tensor that is not 2-D would be split by
-    columns."""
+    """Choose how tensor parallelism splits a tensor, based on the tensor's index: by rows, by columns, or by rows with
+    stride 2. Return None if the tensor does not divide evenly, or if it would be split by columns but is not 2-D."""
     dim, stride = ((0, 1), (1, 1), (0, 2))[index % 3]
     fits = full.ndim == 2 or dim == 0
     return Cut(dim, stride) if fits and full.shape[dim] % (num_parts * stride) == 0 else None

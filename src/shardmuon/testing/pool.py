@@ -56,7 +56,7 @@ import torch.distributed as dist
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Rank = tuple[BaseProcess, Connection]  # the process of a rank, and the parent's end of the pipe to this process
+_Rank = tuple[BaseProcess, Connection]  # a rank's process, and the parent's end of the pipe to it
 
 _PRELOADED = [  # modules that the fork server imports if they are installed
     "torch",
@@ -120,8 +120,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """A pool of `world_size` processes in one process group, which run functions until the pool is closed.
 
     The ranks start at the first call. If a failure, a timeout or `close()` ends the ranks, the next call starts new
-    ranks. A function can leave state on a rank, such as process groups and globals, to speed up later calls. But
-    functions must not rely on such state, because the pool can restart its ranks between any two calls, for example if
+    ranks. To speed up later calls, a function can leave state on a rank, such as process groups and globals. But
+    functions must not rely on this state, because the pool can restart its ranks between any two calls, for example if
     ranks have too many open files.
 
     Every call starts with `torch.manual_seed(0)` and the parent's current warning filters. So random numbers do not
@@ -172,9 +172,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """Call `fn(*args, **kwargs)` on every rank and return the results in rank order. If `fn` raises an exception on
         a rank, the result of this rank is a RankException, and all ranks stay alive.
 
-        With this method, tests can check that every rank raises an exception and that no rank hangs. After an exception
-        on one rank, the method still waits for the other ranks, until the pool's timeout expires. Later calls can use
-        the process group, unless exceptions have left a collective unfinished on some ranks.
+        Tests can use this method to check that every rank raises an exception and that no rank hangs. After an
+        exception on one rank, the method waits for the other ranks until the pool's timeout expires. Later calls can
+        use the process group, unless exceptions have left a collective unfinished on some ranks.
 
         Raises:
             RankError: A rank hung or died. The pool kills all ranks, and the next call starts new ranks.
@@ -193,7 +193,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def cached(world_size: int) -> RankPool:
         """Return a gloo pool with `world_size` ranks, which is shared within this process. The pools of the 3 most
         recently used sizes are cached. The ranks of any other pool end as soon as no references to the pool remain."""
-        return RankPool(world_size, timeout=120.0)  # the time limit is long, because ranks can be slow on busy cores
+        return RankPool(world_size, timeout=120.0)  # a long time limit, because ranks are slow on busy cores
 
     def close(self) -> None:
         """Kill all ranks. If `run` or `run_catching` is called later, new ranks start."""
@@ -225,7 +225,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     pipe.send_bytes(message)
             replies, num_open_files = self._receive(name, self.timeout, grace, catching)
-        # After Ctrl-C, close the pool; otherwise, the next call would receive late replies to this call.
+        # Close the pool even after Ctrl-C. Otherwise, the next call would receive late replies to this call.
         except BaseException:
             self.close()
             raise
@@ -300,7 +300,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
 
 def _where(pipe: Connection) -> str:
-    """Return the current stack of a rank's main thread. If the rank does not send its stack, return the reason."""
+    """Return the current stack of a rank's main thread, or the reason why the rank did not send it."""
     with contextlib.suppress(OSError, EOFError):
         pipe.send_bytes(b"")
         if pipe.poll(1.0):
@@ -336,7 +336,7 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
 
 
 def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock, main_thread: int) -> None:
-    # `_listen` runs in a separate thread of a rank (see [Note: what the parent waits for]).
+    # This function runs in a separate thread of a rank (see [Note: what the parent waits for]).
     try:
         while True:
             call = pipe.recv_bytes()
@@ -346,7 +346,7 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
             stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
             with sending:
                 pipe.send_bytes(f"Stack (most recent call last):\n{stack}".encode())
-    finally:  # this block runs when the parent has ended or closed the pipe
+    finally:  # this block runs when the parent has ended or has closed the pipe
         os._exit(0)  # don't let the interpreter's shutdown wait for gloo's threads
 
 
@@ -364,12 +364,13 @@ def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
 
 
 def _share_gloo_device() -> None:
-    # Let all gloo groups of this rank share one device, also those that ask for a device (see [Note: one gloo device]).
+    # Make all gloo groups of this rank share one device, even groups that request a device (see [Note: one gloo
+    # device]).
     gloo: Any = dist.ProcessGroupGloo
     make, device = gloo.__init__, gloo.create_default_device()
 
     def make_with_device(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        # `timeout` can also be gloo's options object, in which the caller has chosen a device
+        # If the caller has chosen a device, `timeout` is an options object of gloo instead of a timedelta.
         if isinstance(timeout, timedelta):
             options = gloo._Options()
             options._devices, options._timeout, timeout = [device], timeout, options

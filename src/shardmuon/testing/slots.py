@@ -34,13 +34,14 @@ def search(
         device: Device that multiplies the matrices.
         shapes: Shapes (rows, cols) of the matrices. Shapes whose batches have only one slot are skipped.
         dtypes: Dtypes of the products.
-        draws: Number of random matrices for each shape and dtype. The other slots of the batch contain zeros, random
-            matrices or copies of the matrix.
+        draws: Number of random matrices for each shape and dtype. The rest of each batch contains zeros, other random
+            matrices, or copies of the matrix.
 
     Yields:
-        For each shape and dtype, a description and a list with one bool per comparison, which is True if the results
-        are bitwise identical. The orthogonalization method is "standard". One more list per shape is for "gram", with
-        the dtype in which that method computes its products on this device, if `dtypes` contains that dtype.
+        For each combination of shape, orthogonalization method and dtype, a description and a list with one bool per
+        comparison, which is True if the results are bitwise identical. The method "standard" is combined with all
+        `dtypes`. The method "gram" is combined only with the dtype of its products on this device, and only if `dtypes`
+        contains that dtype.
     """
     generator, of_gram = torch.Generator().manual_seed(0), products_dtype("gram", None, device)
     ways = [("standard", dtype) for dtype in dtypes]
@@ -61,8 +62,8 @@ def _comparisons(
     draws: int,
     generator: torch.Generator,
 ) -> Iterator[bool]:
-    """Compare the results for a matrix at several positions in a batch with the results for the same matrix at the
-    first position. Yield one bool for each pair of results, which is True if they are bitwise identical."""
+    """Compute the results for a matrix at several positions in a batch, and compare them with the results for the first
+    of these positions. Yield one bool for each pair of results, which is True if they are bitwise identical."""
     products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):
@@ -73,7 +74,7 @@ def _comparisons(
             batch = others.clone()
             batch[slot] = matrix
             batch = batch.to(device)
-            # Orthogonalize the matrix in a smaller batch, too, which `orthogonalize` pads with zeros. In odd-numbered
+            # Also orthogonalize the matrix in a smaller batch, which `orthogonalize` pads with zeros. In odd-numbered
             # draws, the smaller batch also contains the matrix at the next position (slot), if there is one.
             given = batch[slot : slot + 1 + draw % 2]
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
@@ -84,7 +85,7 @@ def _comparisons(
 
 def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     """Compute the matrix products of one Newton-Schulz step for all matrices in a batch. The last product is computed
-    twice, without and with the addition of a matrix."""
+    twice: once alone, and once with a matrix added to it."""
     y = empty_batch(batch.shape, products.operands, batch.device)
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)

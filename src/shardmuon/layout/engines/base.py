@@ -1,4 +1,5 @@
-"""The engine interface: which ranks share a parameter, how the parameter is placed, and how its storage is accessed.
+"""Interface of engines. An engine is an adapter for one kind of parameter storage: it tells which ranks share a
+parameter and how the parameter is placed on them, and it accesses the local storage.
 
 The base class `Engine` handles plain tensors, which are stored whole. Subclasses handle all other kinds of storage.
 """
@@ -57,9 +58,9 @@ Grid = tuple[Ranks, ...]
 
 
 class Ties(NamedTuple):
-    """One rank's view of the ranks that share a tensor. These ranks form a grid, in which each row stores one
-    replica of the tensor and each column stores the same part. A single rank knows only its own row and column. The
-    rest of the grid follows from the reports of the other ranks.
+    """One rank's view of the ranks that share a tensor. These ranks form a grid: the ranks in a row together store one
+    replica of the tensor, and the ranks in a column store the same part. A single rank knows only its own row and
+    column. The rest of the grid follows from the reports of the other ranks.
 
     Attributes:
         parts: The rank's row: the ranks that store the parts of this rank's replica, in the order of the parts. If the
@@ -117,8 +118,8 @@ class Engine:
     """Adapter for one kind of parameter storage, such as DTensors. Engines are stateless. They only describe tensors
     and access their storage.
 
-    Messages of ValueErrors must not contain the parameter's name, ranks or shapes, because callers add them. Users see
-    errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks ... store shapes ...".
+    Messages of ValueErrors must not contain the parameter's name, because callers add it. Users see errors from `claim`
+    as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks ... store shapes ...".
 
     The base class handles plain tensors. Without a process group, every rank orthogonalizes its own plain tensors. This
     is right both for DDP and for experts that differ between ranks. With a process group, the tensors on the group's
@@ -149,10 +150,10 @@ class Engine:
 
         - Each rank stores one part of the tensor: `Ties(<ranks in order of parts>, (my_rank(),))`. If the parts also
           have replicas in a `process_group`, the second field is `super().ties(param, group).mates`.
-        - The tensor is cut at arbitrary elements, and each rank's claim states the position of its part:
-          `Ties((my_rank(),), <ranks of the group>)`.
+        - The tensor is placed on a mesh, or is cut at arbitrary elements and each rank's claim states the position of
+          its part: `Ties((my_rank(),), <ranks of the mesh or group, ascending>)`.
 
-        If ranks return different groups for the same tensor, some of them wait until the timeout, because no single
+        If ranks return different groups for the same tensor, some of them can wait until the timeout, because no single
         rank can detect the difference.
         """
         return Ties((my_rank(),), _mates_of(group))
@@ -254,8 +255,13 @@ class Engine:
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
         """Wrap local storage in a state tensor that has the parameter's type and placement, and remains on the
-        storage's device. This method is the inverse of `storage`. `shape`: global shape of the state tensor; None: the
-        parameter's shape."""
+        storage's device. This method is the inverse of `storage`.
+
+        Args:
+            storage: Local storage of the state tensor.
+            param: The parameter.
+            shape: Global shape of the state tensor. None: the parameter's shape.
+        """
         return storage
 
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
@@ -288,8 +294,12 @@ class Engine:
         """Make a zero-filled state tensor on the parameter's device. The tensor stores the values that a variant of
         Muon (such as NorMuon) keeps for each matrix between steps ([Note: placement of stage state]).
 
-        `shape`: global shape of the state tensor, which has one row per matrix if the parameter is a stack of matrices,
-        else a single row. `stacked`: True if the parameter is a stack of matrices.
+        Args:
+            param: The parameter.
+            shape: Global shape of the state tensor, which has one row per matrix if the parameter is a stack of
+                matrices, else a single row.
+            dtype: Dtype of the state tensor.
+            stacked: True if the parameter is a stack of matrices.
         """
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 

@@ -168,7 +168,7 @@ def _around(
     return DTensor(storage, DTensorSpec(param.device_mesh, tuple(placements), meta), requires_grad=False)
 
 
-@lru_cache(maxsize=16)  # the property `mesh.mesh` takes longer than all else that a parameter's description needs
+@lru_cache(maxsize=16)  # cached, because reading `mesh.mesh` is the slowest part of describing a parameter
 def _ranks_of(mesh: DeviceMesh) -> Ints:
     """Return the global ranks of a mesh in row-major order."""
     return tuple(mesh.mesh.flatten().tolist())

@@ -23,7 +23,7 @@ from shardmuon.layout.views import Ints
 
 @dataclass(frozen=True)
 class FlatShard:
-    """Description of a 1-D shard: its elements and the tensor that it belongs to.
+    """Description of a 1-D shard: the tensor that it belongs to, and its position in the flattened tensor.
 
     Attributes:
         shape: Shape of the whole tensor.
@@ -32,7 +32,7 @@ class FlatShard:
         group: Process group whose ranks together store the tensor (or the tensor-parallel shard). A gradient norm sums
             the contributions of all ranks in this group. Parts that are replicated within the group would be counted
             more than once, so a framework that replicates parts within the group must clip gradients itself.
-        kind: Name of this kind of shard for error messages, in words that users know.
+        kind: Name of this kind of shard in error messages.
         tp_group: The tensor-parallel group or, under FSDP1's HYBRID_SHARD, the group of ranks that store replicas of
             this shard. None: there is no such group. All ranks of `group` must have the same index in their own
             `tp_group`.
@@ -68,7 +68,7 @@ class FlatShard:
             )
 
     def held(self, numel: int, part: int = 0) -> tuple[Held, ...]:
-        """Compute the pieces that make up a shard of `numel` elements, in storage order. `part`: index of this rank in
+        """Compute the pieces that make up a shard of `numel` elements, in storage order. `part` is this rank's index in
         `tp_group`."""
         stop = self.start + numel
         if self.cut is None:

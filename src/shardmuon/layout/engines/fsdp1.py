@@ -1,8 +1,8 @@
 """Engine for FSDP1 (`FullyShardedDataParallel(..., use_orig_params=True)`), which cuts flat parameters at arbitrary
 elements.
 
-The engine inspects the current state of each parameter, so it does not matter when the optimizer was made. Only this
-file uses private names of torch's FSDP1, as defined in torch 2.13.
+The engine inspects the current state of each parameter, so the optimizer can be made before or after wrapping the
+model. Only this file uses private names of torch's FSDP1, as defined in torch 2.13.
 
 [Note: storage of FSDP1]
     A unit (a wrapped module) concatenates its flattened parameters, with padding, into one 1-D *flat parameter*. Each
@@ -42,8 +42,8 @@ class UnitPlace(NamedTuple):
         number: Index of the parameter among the original parameters of the unit's flat parameter.
         info: Description of this rank's shard of the parameter.
         numel: Number of elements of the parameter that this rank stores.
-        fault: Reason why the shard is not a contiguous range of the parameter's elements in row-major order; None if it
-            is such a range.
+        fault: Error message if Muon cannot update the parameter, because FSDP1 did not flatten it in row-major order or
+            because it is a DTensor; else None.
         is_sharded: True if the unit shards its parameters, False for NO_SHARD.
     """
 

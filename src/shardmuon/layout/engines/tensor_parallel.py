@@ -117,8 +117,10 @@ def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> Non
     """Check that an expert's parameter (marked by `allreduce=False`) does not inherit process groups from the
     optimizer. The optimizer's process groups are intended for parameters outside of experts.
 
-    `inherited`: names of the options, out of "tp_group" and "process_group", that the parameter group inherits from the
-    optimizer.
+    Args:
+        param: The parameter.
+        group: Its parameter group.
+        inherited: Which of the options "tp_group" and "process_group" the parameter group inherits from the optimizer.
 
     Raises:
         ValueError: An expert's parameter would inherit a process group other than the empty group ().
