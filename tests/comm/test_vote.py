@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -84,7 +83,8 @@ def drawn_family(chance: random.Random) -> Family:
 def doubled(num: int) -> list[int]:
     """Run the message exchange of a vote with one thread per simulated rank. Each rank contributes a number, and the
     exchange adds up these numbers. Return the sum that each rank obtains."""
-    boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)
+    # All queues exist before the threads start. If threads created them, two threads could create the same queue.
+    boxes = {(me, other): SimpleQueue[int]() for me in range(num) for _, other in groups._hops_of(me, num)}
 
     def member(me: int) -> int:
         total = me * me + 1
