@@ -65,10 +65,10 @@ from shardmuon.step.validate import Proposal, validate
 
 
 class Core:
-    """Parameter groups and their state, with a method that takes a step on them once all ranks have agreed to it.
+    """Parameter groups and their optimizer state, with a method that takes a step once all ranks have agreed to step.
 
     Attributes:
-        param_groups, state: The attributes of torch.optim.Optimizer. Frameworks can replace both.
+        param_groups, state: As in torch.optim.Optimizer. Frameworks can replace both.
         config: Options that apply to the whole optimizer.
         keeper: Object that creates and converts stored momentum.
         audits: Schedule of the audits. An audit compares a step with an unsharded reference step.
@@ -89,14 +89,14 @@ class Core:
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
-    changing = False  # True once all ranks have agreed to a step, since an error can then leave weights half updated
+    changing = False  # True once all ranks have agreed to a step: from then on, an error can leave weights half updated
     in_step = False  # True during a step, so that `state_dict` raises if a signal handler calls it
 
     def __init__(
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # if None, a keeper of stored momentum is made from `config`
+        keeper: Keeper | None = None,  # object that manages stored momentum; None: made from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -202,8 +202,9 @@ class Core:
         return report if audit.samples else None
 
     def _take_over(self, binding: Binding, proposal: Proposal, missing: frozenset[int]) -> None:
-        """Move the state tensors that were created during the step's validation into the optimizer's state, except for
-        parameters in `missing`, and redistribute each gradient whose placements differ from its parameter's."""
+        """Move the state tensors that the step's validation has created into the optimizer's state, except for
+        parameters without a gradient (`missing`). Then redistribute each gradient whose placements differ from its
+        parameter's."""
         for number in sorted(proposal.made.keys() - missing):
             kept = self.state[binding.members[number].param]
             kept.clear()  # remove state that AdamW or another variant may have left behind
@@ -221,10 +222,10 @@ class Core:
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
-        if isinstance(error, AuditError):  # after an audit error, the rest of the step is skipped
+        if isinstance(error, AuditError):  # skips the groups that a framework has not stepped yet
             self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
-        # if an earlier error is recorded, the connections to other ranks are already closed
+        # after an earlier error, the connections to other ranks are already closed
         if self.broken is not None:
             return
         component = self.last_voters() or ()
@@ -296,7 +297,7 @@ class StepCall(TableCall[Binding]):
 
     Attributes:
         options: Settings of each parameter group; None for groups that AdamW updates.
-        proposal: Data for the step. This rank takes the step if all ranks agree to it.
+        proposal: Data with which this rank takes the step once all ranks have agreed to it.
     """
 
     phase = Phase.STEP
@@ -308,7 +309,7 @@ class StepCall(TableCall[Binding]):
         self._core = core
         self.options: list[Settings | None] = []
         if core.process_group is not None:
-            with fault:  # all ranks of `process_group` must plan together, even a rank without parameters
+            with fault:  # all ranks of `process_group` must plan together, including ranks without parameters
                 # `group_ranks` raises an error if the process group has been destroyed
                 self.beyond = tuple(sorted(group_ranks(core.process_group)))
 
@@ -323,15 +324,16 @@ class StepCall(TableCall[Binding]):
         self.options = self._core.options.read(groups)
         # Frameworks can replace parameters, so the parameters in the groups are listed again. `Offer` in
         # step/binding.py must use the same condition to select parameters for a plan.
-        planned, found = list[str](), list[tuple[Tensor, int]]()
+        planned, found, group_of = list[str](), list[Tensor](), list[int]()
         for number, (settings, group) in enumerate(zip(self.options, groups, strict=True)):
             planned.append("" if settings is None else settings.planned)
             if settings is not None:
-                found += [(p, number) for p in group["params"] if p.requires_grad or p.grad is not None]
-        if planned != kept.planned or len(found) != len(kept.members):
+                found += [p for p in group["params"] if p.requires_grad or p.grad is not None]
+                group_of += [number] * (len(found) - len(group_of))
+        if planned != kept.planned or group_of != kept.group_of:
             return False
-        for (p, number), member in zip(found, kept.members, strict=True):
-            if member.param is not p or member.group != number or member.engine.signature(p) != member.signature:
+        for p, member in zip(found, kept.members, strict=True):
+            if member.param is not p or member.engine.signature(p) != member.signature:
                 return False
         return True
 
@@ -342,7 +344,7 @@ class StepCall(TableCall[Binding]):
         if core.zeros:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        # `audits.due` is slow to compute, so the first condition skips it for optimizers that never run audits
+        # the first condition avoids computing `audits.due`, which is slow, for optimizers that never run audits
         if (audits.every or audits.asked) and audits.due:
             self._due, flags = audits.due_text(), Flag.AUDIT
         self.proposal = validate(kept, core, self.options)
@@ -358,7 +360,7 @@ class StepCall(TableCall[Binding]):
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # List the DTensors that AdamW updates as well as Muon's parameters, so that ranks that share these DTensors
+        # Besides Muon's parameters, list the DTensors that AdamW updates, so that the ranks that share these DTensors
         # learn of each other's errors.
         return [
             (name, p, group)
@@ -587,7 +589,7 @@ class Muon(Core, Optimizer):
 
         Raises:
             ValueError: Gradients, options or state are invalid on some rank, or a rank failed while reading them. Every
-                rank raises this error, before anything has changed. Only a rank that ran out of memory raises its
+                rank raises this error, before anything has changed. A rank that ran out of memory raises its
                 OutOfMemoryError instead.
             ExchangeError: A rank died, hung or failed in the middle of a step. The message names the bucket and the
                 operation. After any exception in the middle of a step (even a KeyboardInterrupt, and even with a single
@@ -637,10 +639,9 @@ class Muon(Core, Optimizer):
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
-        """Format the options for printing. For the whole optimizer, only options that differ from their defaults are
-        shown. For each group, the options of the algorithm that updates it (Muon or AdamW) are shown, and also keys
-        that other code has stored in the group. Options that are None, and view options with default values, are
-        omitted."""
+        """Format the options for printing: first the optimizer-wide options that differ from their defaults, then, for
+        each group, the options of its algorithm (Muon or AdamW) and any keys that other code has stored in the group.
+        Group options that are None, and view options with default values, are omitted."""
         lines = [f"    {key}: {value}" for key, value in self.config.changed().items()]
         for index, group in enumerate(self.param_groups):
             muon, count = group["use_muon"], len(group["params"])
@@ -656,6 +657,9 @@ class Muon(Core, Optimizer):
         Returns:
             The plan. For each matrix, `print(plan)` shows its route (whether and how it is exchanged), its bucket (the
             set of matrices that are exchanged together), and the rank that orthogonalizes it.
+
+        Raises:
+            ValueError: The optimizer is used with DeepSpeed, or a rank cannot make a plan.
         """
         if self._host.in_parts:
             raise ValueError(_SEVERAL_PLANS)
@@ -666,7 +670,8 @@ class Muon(Core, Optimizer):
         """The current plan; None before the first step, unless `prepare()` has made one.
 
         Raises:
-            AttributeError: There can be several plans, because DeepSpeed steps groups one by one. Use `plans` instead.
+            AttributeError: The optimizer is used with DeepSpeed, which steps groups one by one, so there can be several
+                plans. Use `plans` instead.
         """
         if self._host.in_parts:
             raise AttributeError(_SEVERAL_PLANS)
@@ -751,8 +756,8 @@ class Muon(Core, Optimizer):
             hook(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore pickled or loaded state. If a saved group lacks an option, as is the case for groups saved by
-        torch.optim.Muon, the value in this optimizer's group is kept."""
+        """Restore pickled or loaded state. Groups saved by torch.optim.Muon lack some options, which keep the values
+        that they have in this optimizer."""
         mine = self.__dict__.get("param_groups", [])  # an optimizer that is being unpickled has no groups yet
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):

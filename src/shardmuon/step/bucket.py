@@ -2,9 +2,9 @@
 matrices that ranks exchange together.
 
 `Bound.run` runs one bucket. It gathers whole matrices on the ranks that orthogonalize them, orthogonalizes the
-matrices, and scatters the results to the ranks that store the shards. If further ranks store replicas of the shards, it
-also forwards the results to these ranks. `Buckets.run` runs all buckets of a step and overlaps them: while one bucket
-is orthogonalized, the next bucket is gathered.
+matrices, and scatters the results to the ranks that store the shards. If other ranks store replicas of the shards, it
+also forwards the results to them. `Buckets.run` runs all buckets of a step and overlaps them: while one bucket is
+orthogonalized, the next bucket is gathered.
 
 The caller of `Bound.run` passes the function that starts an exchange, so that real ranks and simulated ranks execute
 the same code.
@@ -112,26 +112,25 @@ class Bound:
         # each rank. It starts the exchange and returns a handle.
         exchange: Callable[[Tensor, Ints, Ints], Pending],
     ) -> Iterator[None]:
-        """Run one bucket (a set of matrices that ranks exchange together). The generator yields each time it has
-        started an exchange, so that the caller can run other buckets until the exchange has finished (see
-        `shardmuon.price.clock.turns`). A bucket without a gather and a scatter also yields twice, so that the caller
-        can treat all buckets alike.
+        """Run one bucket (a set of matrices that ranks exchange together). The generator yields after it starts each
+        exchange, so that the caller can run other buckets while the exchange is in progress (see
+        `shardmuon.price.clock.turns`). If a bucket has no gather and no scatter, the generator still yields twice, so
+        that the caller can treat all buckets alike.
 
         Send and receive buffers are freed as early as possible, because matrix products need the memory.
         """
         program, gathers = self.program, self.program.bucket.gathers
         gather, scatter, relay = program.gather, program.scatter, program.relay
-        # Exchanges in progress. An exchange is removed from the list before the wait, so that its send buffer can be
-        # freed.
+        # Exchanges in progress. Before this rank waits for an exchange, it removes the exchange from the list, so that
+        # the send buffer can be freed.
         pending: list[Pending] = []
         batches = torch.empty(program.batch_numel, dtype=self.dtype, device=self.ns_device or self.device)
         if gathers:
             send = batches.new_empty(sum(gather.sent), device=self.device)
-            self.gathered.update_momentum(work, self.gathered.on(send))
+            self.gathered.update_momentum(work, send)
             pending.append(exchange(send, gather.sent, gather.came))
             del send
-        own = self.own.on(batches)
-        self.own.update_momentum(work, own)
+        own = self.own.update_momentum(work, batches)
         self.late.update_momentum(work, None)
         yield
         if gathers:
@@ -222,8 +221,8 @@ class Buckets:
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
-    """Yield the locations of a batch's stage state, once per post-processing stage of the Muon variant (such as
-    NorMuon's) that has state."""
+    """Yield the locations of a batch's stage state, such as NorMuon's second moments: one `KeptSide` for each
+    post-processing stage that has state."""
     batch = [plan.items[number] for number in items]
     for number in range(len(plan.specs[batch[0].param].kept)):
         tiles = [plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0] for item in batch]
@@ -236,8 +235,8 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    # 1-D receive buffer of the scatter (the exchange that returns results). Required to make the send buffer of the
-    # relay, which forwards these results; None to make the send buffer of the scatter.
+    # 1-D receive buffer of the scatter (the exchange that returns results). It contains the results that the relay
+    # forwards. None if this function makes the send buffer of the scatter.
     came: Tensor | None = None,
 ) -> Tensor:
     """Make this rank's 1-D send buffer for the scatter or the relay. The scatter returns results to the ranks that
@@ -274,9 +273,9 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
             fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
             after = tuple(stage for stage in settings.stages if isinstance(stage, AfterStage))
             # With `overwrite`, `orthogonalize` returns the dtype of the matrix products if it processes all matrices at
-            # once, and the dtype of its input otherwise. The number of matrices depends on the layout, but the input
-            # dtype of the stages after the orthogonalization must not. So `overwrite` is True only if both dtypes are
-            # equal or there are no such stages.
+            # once, and the dtype of its input otherwise. The number of matrices depends on the layout, but the stages
+            # after the orthogonalization must get the same dtype with any layout. So `overwrite` is True only if the
+            # two dtypes are equal or no stages follow.
             overwrite = fed.dtype == choice.dtype or not after
         out = orthogonalize(
             fed,

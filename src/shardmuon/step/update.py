@@ -70,8 +70,8 @@ _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles (parts of matrices) that have equal
 # sizes and strides and are equally spaced. Its first dim indexes the tiles.
 _Row = tuple[Ints, Ints, int]
-# Function that selects the entries of one portion from a list with one entry per tile of a `Side`. A portion is a set
-# of tiles that one list operation (torch._foreach_*) processes.
+# Function that takes a list with one entry per tile (part of a matrix), and returns the entries of one portion. A
+# portion is a set of tiles that one list operation (torch._foreach_*) processes.
 _Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -120,17 +120,17 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # Indices of tiles (parts of matrices) that are only a part of a local tensor, for which `of` must make a view.
-        # All other tiles are whole local tensors.
+        # Indices of the tiles (parts of matrices) that cover only a part of a local tensor. `of` must make views of
+        # these tiles. All other tiles are whole local tensors.
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
         # For each tile (part of a matrix), a dict that caches the tile's offset and strides. The keys are strides of
         # the local tensor that contains the tile.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        # arguments of `_dealt` (the tiles' kinds and the largest number of elements per portion) for which the cached
-        # portions were computed
+        # arguments for which the cached portions were computed: the kind of each tile, and the maximum number of
+        # elements per portion
         self._dealt_for: tuple[list[_Kind], int] | None = None
-        self._dealt: list[tuple[list[int], _Pick]] = []
+        self._dealt: list[tuple[list[int], _Pick, _Row | None]] = []
 
     @cached_property
     def patches(self) -> list[Patch]:
@@ -152,52 +152,52 @@ class Side:
         return cast("list[Tensor]", found)
 
     def on(self, buffer: Tensor) -> list[Tensor]:
-        """Make a view of each tile (part of a matrix) in `buffer`. The views have the same shapes as those that `of`
-        makes of local tensors."""
+        """Make a view of each tile (part of a matrix) in `buffer`. The views have the same shapes as the views of local
+        tensors that `of` returns."""
         found: list[Tensor] = []
         for row in self._rows:
             found += buffer.as_strided(*row).unbind(0)
         return found
 
-    def portions(self, work: Work) -> list[tuple[list[int], _Pick]]:
+    def portions(self, work: Work) -> list[tuple[list[int], _Pick, _Row | None]]:
         """Split the tiles (parts of matrices) into portions, each of which one list operation (torch._foreach_*) can
-        process. For each portion, return the indices of its tiles, and a function that selects their entries from a
-        list with one entry per tile."""
+        process. For each portion, return the indices of its tiles, a function that selects their entries from a list
+        with one entry per tile, and the view of the buffer that contains exactly these tiles, or None if no single view
+        does."""
         weight = work.weights[self.params[0]]
         assert weight is not None, "parameters without a gradient are in no program"
         limit = _PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
         kinds = list(map(work.kinds.__getitem__, self.params))
         if self._dealt_for != (kinds, limit):
-            sizes = [load.tile.numel for load in self.loads]
-            self._dealt = [(places, _pick(places)) for places in _dealt(sizes, kinds, limit)]
+            self._dealt = []
+            for places in _dealt([load.tile.numel for load in self.loads], kinds, limit):
+                pick, rows = _pick(places), _rows([self.loads[at] for at in places])
+                self._dealt.append((places, pick, rows[0] if len(rows) == 1 else None))
             self._dealt_for = kinds, limit
         return self._dealt
 
-    def update_momentum(
-        self,
-        work: Work,
-        # One tensor per tile (part of a matrix), to which the input of the orthogonalization is written. None: do not
-        # compute this input.
-        targets: Sequence[Tensor] | None,
-    ) -> None:
-        """Update the momentum of all tiles (parts of matrices). If `targets` is not None, also write the input of the
-        orthogonalization to `targets`."""
+    def update_momentum(self, work: Work, buffer: Tensor | None) -> list[Tensor]:
+        """Update the momentum of all tiles (parts of matrices). If `buffer` is not None, also write the input of the
+        orthogonalization to `buffer`, and return a view of each tile in it."""
+        targets = [] if buffer is None else self.on(buffer)
         if not self.loads:
-            return
+            return targets
         grads, momenta = self.of(work.grads), self.of(work.momenta)
-        for places, of in self.portions(work):
+        for places, of, row in self.portions(work):
             first = self.params[places[0]]
             s, given, kept = work.settings[first], of(grads), of(momenta)
-            out = None if targets is None else of(targets)
+            out = None if buffer is None else of(targets)
             if first in work.rounding and work.rounding[first].momentum is not None:
                 for at, i in enumerate(places):
                     self._update_rounded(work, i, kept[at], given[at], None if out is None else out[at])
                 continue
             device = given[0].device
             loaded = kept if kept[0].device == device else [m.to(device) for m in kept]
-            momentum_(out, given, loaded, momentum=s.momentum, nesterov=s.nesterov)
+            whole = None if buffer is None or row is None else buffer.as_strided(*row)
+            momentum_(out, given, loaded, momentum=s.momentum, nesterov=s.nesterov, whole=whole)
             if loaded is not kept:
                 foreach_copy_(kept, loaded)
+        return targets
 
     def _update_rounded(self, work: Work, at: int, kept: Tensor, grad: Tensor, out: Tensor | None) -> None:
         param = self.params[at]
@@ -224,7 +224,7 @@ class Side:
         if not self.loads:
             return
         weights = self.of(work.weights)
-        for places, of in self.portions(work):
+        for places, of, _ in self.portions(work):
             first = self.params[places[0]]
             s, chosen, added = work.settings[first], of(weights), of(updates)
             shapes, device = of(self.shapes), chosen[0].device
@@ -239,7 +239,8 @@ class Side:
                     scale = lr_scale(s.adjust_lr_fn, *shape)
                     _apply_like_torch_(w, u, s.given_lr, scale, self.patches[i], shape, weight_decay=s.weight_decay)
                 continue
-            alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape) for shape in shapes]
+            alpha_of = {shape: s.lr * lr_scale(s.adjust_lr_fn, *shape) for shape in set(shapes)}
+            alphas = list(map(alpha_of.__getitem__, shapes))
             apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 
@@ -287,14 +288,15 @@ class KeptSide:
     def tell(self, stored: _Stored, wire: Tensor) -> None:
         """Copy stage state (the state of a Muon variant's post-processing stages) from this rank's state tensors to an
         exchange buffer, bit for bit."""
-        # `cat` copies the values to new memory, because a user's state can have strides that allow no view as bytes.
+        # `cat` copies the state to contiguous memory, because torch cannot view the bytes of a tensor with arbitrary
+        # strides.
         foreach_copy_(self._bytes(wire), [torch.cat([numbers]).view(torch.uint8) for numbers in self.of(stored)])
 
     def hear(self, wire: Tensor, stored: _Stored) -> None:
         """Copy stage state (the state of a Muon variant's post-processing stages) from a receive buffer to this rank's
         state tensors."""
         targets = self.of(stored)
-        # `cat` copies the state to new memory, because its bytes in the buffer may not be aligned for an fp32 view.
+        # `cat` copies the received bytes to aligned memory, because torch can view only aligned bytes as fp32.
         came = torch.cat(self._bytes(wire)).view(torch.float32)
         foreach_copy_(targets, came.split(list(map(len, targets))))
 
@@ -317,10 +319,12 @@ def momentum_(
     *,
     momentum: float,
     nesterov: bool,
+    # one tensor whose slices along the first dim are the tensors in `out`; None if no single view covers these tensors
+    whole: Tensor | None = None,
 ) -> None:
-    """Update the momentum: B <- B + (1 - momentum) (G - B). If `out` is not None, also write the input of the
-    orthogonalization to `out`: G + momentum (B - G) with Nesterov momentum, otherwise B. torch.optim.Muon uses the same
-    formulas.
+    """Update the momentum B with the gradient G: B <- B + (1 - momentum) (G - B). If `out` is not None, also write the
+    input of the orthogonalization to `out`: G + momentum (B - G) with Nesterov momentum, otherwise B. torch.optim.Muon
+    uses the same formulas.
 
     On a CPU, Nesterov momentum needs no temporary tensors if `out` has the dtype of the momentum. On accelerators, it
     uses dense temporary tensors, because the views in `out` can have gaps, and one kernel launch can process a list
@@ -332,9 +336,16 @@ def momentum_(
     for to, given, stored in _in_cache(places, grads, buffers):
         if in_place:
             results, kept = list(to), list(stored)
-            torch._foreach_copy_(results, list(given))
+            # On a CPU, a list operation calls one kernel per tensor, so a single operation on `whole` is faster.
+            if whole is None:
+                torch._foreach_copy_(results, list(given))
+            else:
+                torch.stack(list(given), out=whole)
             torch._foreach_lerp_(kept, results, weight=1 - momentum)
-            torch._foreach_lerp_(results, kept, weight=momentum)
+            if whole is None:
+                torch._foreach_lerp_(results, kept, weight=momentum)
+            else:
+                whole.lerp_(torch.stack(kept), momentum)
             continue
         summands = given if given[0].dtype == stored[0].dtype else _converted(given, stored)
         foreach("lerp_", stored, summands, weight=1 - momentum)
@@ -368,10 +379,10 @@ def _converted(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.d
 
 
 def apply_(
-    params: Sequence[Tensor],  # views of the weights on this rank, all of one device and dtype; updated in place
+    params: Sequence[Tensor],  # views of this rank's weights, all with the same device and dtype; updated in place
     # orthogonalized updates with the shapes of `params`, in the dtype in which matrices are exchanged
     updates: Sequence[Tensor],
-    # for each view of weights, the learning rate times the factor that Muon computes from the matrix's shape
+    # for each view of weights, the learning rate times Muon's factor for the shape of the matrix
     alphas: Sequence[float],
     lr: float,
     weight_decay: float,
@@ -379,9 +390,13 @@ def apply_(
     # For each view of weights, a function that rounds fp32 weights to half precision. Default: round to nearest.
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
-    """Apply decay and the orthogonalized update O to each view W of weights: W <- (1 - lr * weight_decay) W - alpha *
-    O. If `cautious`, only elements with O * W > 0 decay, because for these elements, the decay has the same direction
-    as the update."""
+    """Apply weight decay and the orthogonalized update O to each view W of weights:
+
+        W <- (1 - lr * weight_decay) W - alpha O
+
+    If `cautious` is True, only elements with O * W > 0 decay: the decay of these elements has the same direction as
+    their update.
+    """
     half = params[0].dtype in _HALVES
     factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else _in_cache(params, updates):
@@ -390,8 +405,8 @@ def apply_(
             for w, update in zip(weights, given, strict=True):
                 _decay_agreeing_(w, update * w, factor)
         elif weight_decay:
-            # The decay factor is a tensor, because list operations on CPUs convert a Python number once for each weight
-            # tensor.
+            # The factor is a tensor, because on CPUs, list operations (torch._foreach_*) would convert a Python number
+            # to a tensor again for every weight tensor.
             foreach("mul_", weights, other=torch.tensor(factor, dtype=weights[0].dtype, device="cpu"))
         # On a CPU, `add` converts half-precision updates itself. On other devices, list operations cannot convert
         # updates, so updates are first converted to the dtype of the weights.
@@ -413,7 +428,8 @@ def _decay_agreeing_(
 ) -> None:
     """Multiply elements of `weight` by `factor` where `agreement` is positive. All other elements stay unchanged, even
     where `agreement` is NaN."""
-    # A tensor of factors, `where(agreement > 0, factor, 1.0)`, would be fp32, which is too imprecise for fp64 weights.
+    # `weight * where(agreement > 0, factor, 1.0)` would round the factor to fp32, which is too imprecise for fp64
+    # weights.
     weight.copy_(torch.where(agreement > 0, weight * factor, weight))
 
 
