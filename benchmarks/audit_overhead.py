@@ -23,7 +23,7 @@ from shardmuon.testing.pool import RankPool
 
 
 def measure(layout: str, d: int, layers: int, samples: int, rounds: int) -> dict[str, Any]:
-    """Time plain and audited steps on this rank; return CPU and wall seconds of each, and the number of findings."""
+    """Time plain and audited steps on this rank; return their CPU and wall seconds, and the number of findings."""
     case = LAYOUTS[layout]
     mesh = case.mesh(dist.get_world_size())
     shapes = [shape for _ in range(layers) for shape in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))]
@@ -56,7 +56,7 @@ def measure(layout: str, d: int, layers: int, samples: int, rounds: int) -> dict
 
 
 def main() -> None:
-    """Measure and write results/audit_overhead.md."""
+    """Measure the overhead of an audit, and write it to results/audit_overhead.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layout", default="fsdp2", choices=tuple(LAYOUTS))

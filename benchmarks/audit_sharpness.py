@@ -1,9 +1,9 @@
-"""Accuracy of the audit: findings in correct ("healthy") steps, and planted faults that it names, by dtype and size.
+"""Accuracy of the audit: false alarms in correct ("healthy") steps, and planted faults that it identifies.
 
 A healthy step is random in all respects: the number and shapes of the matrices, the spectrum and scale of the
-gradients, the momentum options, the weight decay, the method, the coefficient schedule and the dtype of the weights.
-Half of the steps use a Muon variant. Matrices of the same shape run as one batch in the step and one by one in the
-audit. The planted faults are defined in tests/planted.py.
+gradients, the momentum options, the weight decay, the Newton-Schulz method, its coefficients and the dtype of the
+weights. Half of the steps use a Muon variant. Matrices of the same shape run as one batch in the step and one by one in
+the audit. The planted faults are defined in tests/planted.py.
 
 `--steps 1567 --rows` audits 4,701 healthy steps and plants no faults. It takes about five minutes on one core.
 """
@@ -25,7 +25,8 @@ from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
 
 def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[list[str], dict[str, Any]]:
-    """Audit healthy (correct) random steps; return a table of the findings for each dtype, and its data."""
+    """Audit random steps without faults. Return the lines of a table that counts the findings for each dtype, and a
+    dict that lists these findings."""
     lines = ["| products | healthy steps | matrices | findings | rows `inconclusive` |", "|---|---|---|---|---|"]
     data: dict[str, Any] = {}
     for dtype in DTYPES:
@@ -43,7 +44,8 @@ def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[li
 
 
 def count_named(rows: list[int], device: str) -> tuple[list[str], dict[str, Any]]:
-    """Plant every fault in matrices of every size; return a table of the faults that the audit names, and its data."""
+    """Plant every fault in matrices of every size. Return the lines of a table that shows which faults the audit
+    identifies, and a dict of the table's cells."""
     products = {name: PRODUCTS[name] for name in DTYPES}
     heads = [f"{name} {size}" for name in products for size in rows]
     data: dict[str, dict[str, str]] = {name: {} for name in FAULTS}
@@ -64,7 +66,7 @@ def count_named(rows: list[int], device: str) -> tuple[list[str], dict[str, Any]
 
 
 def main() -> None:
-    """Measure and write results/audit_sharpness.md."""
+    """Audit healthy and faulty steps, and write the tables to results/audit_sharpness.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")

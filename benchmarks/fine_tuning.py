@@ -1,4 +1,4 @@
-"""The best learning rates for fine-tuning a pretrained model, with AdamW or Muon, and with all weights or only LoRA.
+"""The best learning rates for fine-tuning a pretrained model with AdamW or Muon, either fully or with LoRA.
 
     python benchmarks/fine_tuning.py                  # about twenty minutes on two cores
     python benchmarks/fine_tuning.py --seeds 1
@@ -33,7 +33,8 @@ TOPICS = "pydoc_data/topics.py"
 
 
 class LoRA(nn.Module):
-    """LoRA, https://arxiv.org/abs/2106.09685: y = W x + (alpha / r) B A x; W frozen, A normal, B zero, alpha = 2 r."""
+    """LoRA (https://arxiv.org/abs/2106.09685): y = W x + (alpha / r) B A x. W is frozen, A starts from normal random
+    values, B starts at zero, and alpha = 2 r."""
 
     def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Way:
 
     Attributes:
         code: The code that a user writes, with x for the learning rate.
-        lora: True if only LoRA's weights are trained.
+        lora: True if only the LoRA factors are trained.
         start: The exponent of 2 at which the search for the learning rate starts.
         make: A function (model, lr) -> optimizer.
     """

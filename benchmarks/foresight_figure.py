@@ -1,9 +1,9 @@
 """Draw docs/img/overhead.svg: the extra cost of Muon over AdamW by number of GPUs, for three models.
 
-The number of tokens per step stays fixed as ranks are added. Solid lines show FSDP over all ranks (experts over 64).
-The dashed line, for the 8B model, shows HSDP, which shards within a node and replicates across nodes, so that each
-result is sent to every replica. Each band is the interval that `shardmuon plan` predicts, and the line in it is the
-predicted middle value. Nothing is measured. The script takes minutes on one core.
+The number of tokens per step stays fixed as ranks are added. Solid lines show FSDP over all ranks, with 64-way expert
+parallelism for DeepSeek-V3. The dashed line, for the 8B model, shows HSDP, which shards within a node and replicates
+across nodes, so that each result is sent to every replica. Each band is the interval that `shardmuon plan` predicts,
+and the line in it is the predicted middle value. Nothing is measured. The script takes minutes on one core.
 
     python benchmarks/foresight_figure.py
 """

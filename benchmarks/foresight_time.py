@@ -47,10 +47,10 @@ ROWS = (
     "tp x dp",
     "mcore buffers",
 )
-# Sizes missing from the tables of cpu-gloo, which have powers of two from 32 to 512, with aspect ratios 1, 3 and 4.
+# Sizes that were not measured for the hardware file cpu-gloo, which has powers of two from 32 to 512.
 SIZES = (192, 320, 448)
 LAYERS = {192: 12, 320: 6, 448: 4, 768: 12, 1536: 6, 3072: 3, 5120: 1}
-GPU_SIZES = (768, 1536, 3072, 5120)  # sizes missing from the tables of h100, which range from 256 to 8192
+GPU_SIZES = (768, 1536, 3072, 5120)  # sizes that were not measured for the hardware file h100
 
 
 def shapes(d: int) -> list[tuple[int, int]]:

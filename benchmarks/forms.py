@@ -49,13 +49,13 @@ def exact(x: Tensor, steps: Triples) -> Tensor:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """The relative error in the Frobenius norm."""
+    """The error of `found` relative to `wanted`, in the Frobenius norm."""
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
 def iterations() -> None:
-    """Print errors of the package's Newton-Schulz iteration: on fp32 input, and with input and result rounded to bf16
-    as if they had been sent in bf16."""
+    """Print errors of the package's Newton-Schulz iteration on fp32 input. Print them again with input and result
+    rounded to bf16, as when matrices are sent in bf16."""
     steps = schedule("keller").triples
     print("| spectrum | shape | method, products | error | with a bf16 wire |\n|---|---|---|---|---|")
     for kind in ("gauss", "log"):
@@ -71,7 +71,7 @@ def iterations() -> None:
                 ("gram", torch.float16),
             ):
                 if rows == 2048 and dtype != torch.float32:
-                    continue  # slow on CPUs that emulate bf16 products
+                    continue  # products of this size are slow on CPUs that emulate bf16
                 plain = orthogonalize(x[None].float(), steps, method=method, dtype=dtype)[0]
                 sent = orthogonalize(x[None].bfloat16().float(), steps, method=method, dtype=dtype)[0].bfloat16()
                 wire = "-" if dtype == torch.float32 else f"{error(sent, wanted):.1e}"
@@ -94,23 +94,23 @@ def norms() -> None:
 
 
 def _mean_norm(x: Tensor) -> Tensor:  # (m, n) -> the same shape, fp32
-    """The former MuonEq on CPUs: scale every row to the root mean square of all row norms, computed in fp64."""
+    """Scale every row to the root mean square of all row norms, computed in fp64. MuonEq used to do this on CPUs."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
     factor = torch.where(norms > 0, norms.square().mean().sqrt() / norms, 0.0).clamp_(max=2.0**120)
     return x.float() * factor.float()
 
 
 def _one_norm(x: Tensor) -> Tensor:  # (m, n) -> the same shape and dtype
-    """The current MuonEq, which scales each row to norm 1."""
+    """Scale every row to norm 1 with the package's `MuonEq`."""
     found = x.clone().unsqueeze(0)
     MuonEq().run_(found)
     return found[0]
 
 
 def muon_eq() -> None:
-    """Print two errors of the former and the current MuonEq relative to fp64, for each dtype: the error of MuonEq's
-    result, scaled to Frobenius norm 1, and the error of the update computed from it, with products and rounding in this
-    dtype."""
+    """Print, for each dtype, two errors of MuonEq with rows scaled to their mean norm, and with rows scaled to norm 1.
+    The first is the error of the scaled matrix, apart from a common factor. The second is the error of the update
+    computed from it in this dtype. Both are relative to fp64."""
     steps, rows, cols = schedule("keller").triples, 128, 256
     zeros, tiny, huge = (drawn("gauss", rows, cols, seed) for seed in (1, 2, 3))
     zeros[::4] = 0

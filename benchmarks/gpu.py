@@ -1,4 +1,4 @@
-"""Time, kernels and peak memory of a step on one device, compared with torch.optim.Muon and, if installed, dion.
+"""Step time, number of kernels and peak memory, compared with torch.optim.Muon and, if installed, dion.
 
 make gpu                                                       # runs tests/test_gpu.py first: correctness before speed
 make gpu GPU="--sizes 768x4"
@@ -75,7 +75,8 @@ CONTENDERS = (
 
 
 def timings(device: torch.device, d: int, layers: int, rounds: int) -> tuple[list[str], dict[str, Any]]:
-    """Time the contenders in turn, each on its own model; also measure the kernels and peak memory of one step."""
+    """Time interleaved steps of the contenders, each on its own model. On a GPU, also measure the peak memory and the
+    number of kernels of a step. Return the lines of a table, and a dict of the results."""
     rows: dict[str, dict[str, Any]] = {contender.name: {"seconds": []} for contender in CONTENDERS}
     steps: dict[str, Callable[[], Any]] = {}
     for contender in CONTENDERS:

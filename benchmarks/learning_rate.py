@@ -68,7 +68,8 @@ def held_out_loss(way: Way, width: int, lr: float, seed: int, text: list[Any], a
 
 
 def table(curves: dict[str, dict[int, Curve]]) -> str:
-    """A table of the best learning rates, their losses, and the factor by which the optimum moves across the widths."""
+    """A table with the best learning rate and its loss at each width, and the ratio of the largest to the smallest of
+    these rates."""
     widths = sorted({width for curve in curves.values() for width in curve})
     lines = [
         "| written as | " + " | ".join(f"width {width}" for width in widths) + " | optimum moves by |",

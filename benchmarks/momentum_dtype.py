@@ -55,7 +55,7 @@ ALTERNATIVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Shadows:
-    """Momentum of every matrix in a run, kept once in each storage format to compare the formats' errors."""
+    """Copies of every matrix's momentum during a run, one in each storage format, to compare the formats' errors."""
 
     def __init__(self) -> None:
         self._exact: dict[int, Tensor] = {}
@@ -114,13 +114,14 @@ def train(text: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows: S
 
 
 def summarized(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
-    """The mean and the largest of many errors, each measured before and after orthogonalization."""
+    """Summarize pairs of errors, measured before and after orthogonalization. Return a dict with the "mean" and the
+    "largest" error, each as a list [before, after]."""
     columns = [[pair[i] for pair in pairs] for i in (0, 1)]
     return {"mean": [statistics.mean(c) for c in columns], "largest": [max(c) for c in columns]}
 
 
 def times() -> dict[str, float]:
-    """Time a momentum update in each dtype on one thread, in nanoseconds per element."""
+    """Time a momentum update in each dtype on one thread; return the shortest times in nanoseconds per element."""
     size, found = 1024, {}
     grad = torch.randn(size, size)
     whole = Patch.rectangle(0, 0, 0, size, size)

@@ -1,4 +1,6 @@
-"""Load other projects' optimizers from checkouts, including parts of training scripts, and run them in other dtypes.
+"""Load optimizers from checkouts of other projects, and run them with their bf16 replaced by another dtype.
+
+If an optimizer is part of a training script, only the required functions and classes of the script are executed.
 
 Import this module before any of those projects. It sets TORCHDYNAMO_DISABLE=1, so nothing in them is compiled.
 """
@@ -29,10 +31,10 @@ DTYPE_OF = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Arithmetic(TorchFunctionMode):
-    """Run torch code with other dtypes than those written in it: bf16 becomes `products`.
+    """A mode in which torch code that asks for bf16 gets the dtype `products` instead.
 
-    If `products` is fp64, fp32 becomes fp64, too. These fp64 tensors report fp32 as their dtype, because some projects'
-    code requires fp32.
+    If `products` is fp64, code that asks for fp32 gets fp64, too. All fp64 tensors then report fp32 as their dtype,
+    because the code of some projects requires fp32.
     """
 
     def __init__(self, products: torch.dtype) -> None:
@@ -97,7 +99,7 @@ def _named(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def blob(file: Path) -> str:
-    """The file's name and its shortened Git blob hash, which together show which version was read."""
+    """The file's name and shortened Git blob hash, which identify the version that was read."""
     data = file.read_bytes()
     found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     return f"{file.name} (blob {found[:8]})"

@@ -91,8 +91,8 @@ def _cell(name: str, steps: int, method: str, at: int, device: torch.device) -> 
 
 
 def counted() -> list[str]:
-    """A table that compares counted FLOPs with the formula. With m = 96, matrix products are computed in full. With
-    m = 384, only one triangle of symmetric products is computed, as on CPUs."""
+    """A table of the FLOPs that torch counts on a CPU, compared with the package's formula. Symmetric products are
+    computed in full for m = 96; for m = 384, only one triangle of them is computed."""
     lines = ["| schedule, method | m x n | counted GFLOP | formula | ratio |", "|---|---|---|---|---|"]
     for name, steps in (("keller", 5), ("polar_express", 5), ("cubic", 5)):
         for method in ("standard", "gram"):
@@ -120,7 +120,7 @@ def torchs(dtype: torch.dtype) -> Contender:
 
 
 def emerging(dtype: torch.dtype) -> Contender:
-    if not hasattr(typing, "override"):  # Emerging-Optimizers uses this decorator of Python 3.12
+    if not hasattr(typing, "override"):  # a decorator of Python 3.12 that Emerging-Optimizers uses
         typing.override = lambda function: function  # type: ignore[attr-defined]
     module = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
 
@@ -158,7 +158,8 @@ PEERS: dict[str, Callable[[torch.dtype], Contender]] = {
 
 
 def speed(device: torch.device, rounds: int, names: list[str], clock: Clock) -> tuple[list[str], dict[str, Any]]:
-    """Time all contenders for each dtype and shape; return the table of seconds and ratios, and its data."""
+    """Time all contenders for each dtype and shape. Return the lines of a table of seconds and ratios, and a dict of
+    all times."""
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     lines = [
         "| dtype | batch x m x n | ours: choice | seconds | GFLOP/s | "
@@ -231,7 +232,7 @@ def _interleave(
 
 
 def matmul_rate(device: torch.device) -> str:
-    """The rate of plain matrix products on this device, for comparison."""
+    """The GFLOP/s of plain matrix products on this device in each dtype, as text."""
     parts = []
     for label in ("fp32", "bf16") if device.type == "cpu" else ("bf16", "fp16"):
         size = 1024 if device.type == "cpu" else 8192

@@ -53,7 +53,7 @@ def parameters(number: int, sharded: bool = False) -> list[nn.Parameter]:
 def time_in_turn(
     calls: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Time each call once per round; return the milliseconds of all rounds except the first three."""
+    """Time each call once per round; return a list of milliseconds for each call, without the first three rounds."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 3):
         for name, call in calls.items():

@@ -1,8 +1,8 @@
-"""Time to make layouts, a plan, and one rank's programs for matrices on a large mesh, and the copies in these programs.
+"""Time to make layouts, a plan and one rank's programs for matrices on a large mesh.
 
-A program lists the copies that a rank makes between its shards, the matrices that it orthogonalizes, and messages. One
-process simulates the mesh without storing tensors. Every round starts with fresh layouts. The script takes 45 seconds
-on one core, most of them to count copies.
+A program lists the copies that a rank makes between its shards, the matrices that it orthogonalizes, and messages. The
+script also counts these copies. One process simulates the mesh without storing tensors. Every round starts with fresh
+layouts. The script takes 45 seconds on one core, most of them for counting copies.
 
     python benchmarks/program_time.py                              # 400 matrices on 1 x 1024 and 16 x 64 ranks
     python benchmarks/program_time.py --mesh 4x256 --matrices 1000
@@ -38,7 +38,7 @@ def sizes(text: str) -> Ints:
 
 
 def hybrid_sharded(shape: Ints, mesh: Ints) -> ParamLayout:
-    """A layout in which every replica cuts the rows into equal shards, of which the last may be smaller or empty."""
+    """A layout in which every replica cuts the rows into shards of one size; the last ones may be smaller or empty."""
     rows, cols = shape
     replicas, shards = mesh
     step = -(-rows // shards)
@@ -48,8 +48,8 @@ def hybrid_sharded(shape: Ints, mesh: Ints) -> ParamLayout:
 
 
 def measure(mesh: Ints, num: int, policy: Policy, rounds: int) -> dict[str, Any]:
-    """Time each phase in each round. Also count the buckets, and the copies that each owner of a bucket's matrices
-    makes to assemble them (as a dict from number of copies to number of owners)."""
+    """Time each phase in each round. Return a dict with the times, the number of buckets, and a histogram of the number
+    of copies with which an owner assembles its matrices of one bucket."""
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(rounds):
         began = [time.perf_counter()]

@@ -58,7 +58,7 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def fp32_casts(active: bool) -> Iterator[None]:
-    """Make casts to bf16 return fp32 inside the `with` block, if `active` is True. Use it only for steps of peers."""
+    """Make casts to bf16 return fp32 in the `with` block, if `active` is True. For other projects' optimizers only."""
     original = Tensor.bfloat16
     original_to = Tensor.to
 
@@ -184,7 +184,8 @@ CONTENDERS = (
 
 
 def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], native: bool) -> dict[str, Any]:
-    """Time all contenders on this rank; return the times and method of each, or the reason why it did not run."""
+    """Time all contenders on this rank. Return a dict from the name of a contender to its times and methods, or to the
+    reason why it did not run."""
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=40)
     if not native:
@@ -229,7 +230,7 @@ def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], 
 
 
 def build(contender: Contender, d: int, layers: int) -> Any:
-    """Build the contender's optimizer over the model's matrices on its layout, with gradients set."""
+    """Build a model's matrices in the contender's layout, set gradients, and return an optimizer for them."""
     case = LAYOUTS[contender.layout]
     generator = torch.Generator().manual_seed(0)
     full = {f"w{i}": torch.randn(shape, generator=generator) * 0.02 for i, shape in enumerate(shapes(d, layers))}
@@ -247,7 +248,7 @@ def how(optimizer: Any) -> str:
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, float]:
-    """Time one step: wall seconds from one barrier to the next, and the CPU seconds of this rank."""
+    """Time one step; return the wall seconds from one barrier to the next, and the CPU seconds of this rank."""
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     step()
@@ -257,7 +258,8 @@ def timed(step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def floor(d: int, layers: int) -> float:
-    """The CPU seconds of all Newton-Schulz products of the model, one by one, in bf16 or fp32, whichever is faster."""
+    """Measure the CPU seconds of a step's Newton-Schulz products alone, for the whole model. The dtype is bf16 on CPUs
+    with bf16 instructions, and fp32 on others."""
     dtype = torch.bfloat16 if cpu_has_bf16_matmul() else torch.float32
     total = 0.0
     for shape in shapes(d, 1):
@@ -271,13 +273,13 @@ def floor(d: int, layers: int) -> float:
 
 
 BARE = "floor, with one pass and two messages"
-_PART = 1 << 16  # elements; few enough to stay in a core's cache
+_PART = 1 << 16  # elements per part, few enough to stay in a core's cache
 
 
 class Moved:
-    """The minimum work of a Muon step besides matrix products, for this rank's share of the model. Update the momentum,
-    cast the result to bf16, send it to the other ranks and back, and update the weights, in parts that fit in the
-    cache."""
+    """A callable that does the minimum work of a Muon step besides matrix products, on this rank's share of the model.
+    It updates the momentum, casts the result to bf16, sends it to the other ranks and back, and updates the weights.
+    The tensors are processed in parts that fit in the cache."""
 
     def __init__(self, d: int, layers: int) -> None:
         world = dist.get_world_size()
@@ -348,7 +350,7 @@ def imitation() -> list[str]:
 
 
 def table(found: dict[int, list[dict[str, Any]]], names: list[str], which: str, title: str) -> list[str]:
-    """A table of median times with ranges, and of the median round-by-round ratio to the fastest peer."""
+    """A table of each contender's median time and range, and its median round-by-round ratio to the fastest peer."""
     head = [f"{r} rank{'s' if r > 1 else ''}" for r in found]
     lines = [
         f"{title}: median (min..max); x: median of the round-by-round ratio to the fastest peer on fsdp2.",

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Curve = dict[int, list[float]]  # exponent of two -> held-out losses of all seeds
+Curve = dict[int, list[float]]  # log2 of the learning rate -> held-out losses, one for each seed
 
 
 class Sweep:
-    """Runs at many learning rates. Each is saved as soon as it ends, so that an interrupted sweep can be resumed."""
+    """Losses at many learning rates. Each is saved as soon as its run ends, so an interrupted sweep can be resumed."""
 
     def __init__(
         self, path: Path, setting: dict[str, Any], seeds: int, run: Callable[[str, float, int], float]
     ) -> None:
-        """Load the saved runs. `setting` holds the options of all runs. `run` maps (name, lr, seed) to a loss."""
+        """Load the losses saved in `path`. `setting` holds the options that all runs share. `run` is a function
+        (name, lr, seed) -> loss."""
         self._path, self._setting, self._seeds, self._run = path, setting, seeds, run
         self.runs: dict[str, float] = {}
         if path.exists():
@@ -28,7 +29,7 @@ class Sweep:
             self.runs = saved["runs"]
 
     def losses(self, name: str, power: int) -> list[float]:
-        """Return the held-out losses of all seeds at lr = 2**power. Missing runs are made and saved."""
+        """Return the held-out losses of all seeds at lr = 2**power. Train and save those that are missing."""
         found = []
         for seed in range(self._seeds):
             key = f"{name} {power} {seed}"
@@ -41,7 +42,7 @@ class Sweep:
         return found
 
     def curve(self, name: str, start: int) -> Curve:
-        """Search from lr = 2**start until the best learning rate has a neighbour on both sides; return all losses."""
+        """Search powers of two from 2**start until both neighbours of the best have been tried; return all losses."""
         found = {power: self.losses(name, power) for power in (start - 1, start, start + 1)}
         while missing := [power for power in (best(found) - 1, best(found) + 1) if power not in found]:
             found |= {power: self.losses(name, power) for power in missing}
@@ -49,11 +50,11 @@ class Sweep:
 
 
 def best(curve: Curve) -> int:
-    """The exponent of two whose mean loss is lowest."""
+    """The base-2 logarithm of the learning rate with the lowest mean loss."""
     return min(curve, key=lambda power: statistics.mean(curve[power]))
 
 
 def at_best(curve: Curve) -> str:
-    """The text of a table cell: the best learning rate and the mean and range of its losses."""
+    """Format a table cell: the best learning rate, and the mean and range of its losses."""
     losses = curve[best(curve)]
     return f"2^{best(curve)}: {statistics.mean(losses):.3f} ({min(losses):.3f}..{max(losses):.3f})"

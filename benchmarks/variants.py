@@ -2,7 +2,7 @@
 
     python benchmarks/variants.py                        # 3 seeds, 400 steps: an hour or two on two cores
     python benchmarks/variants.py --steps 40 --seeds 2   # a quick try
-    python benchmarks/variants.py --only time            # milliseconds of a step beside plain Muon's, no training
+    python benchmarks/variants.py --only time            # only step times, without training
 
 For each seed, all variants start from the same weights and see the same batches; one learning rate is used throughout.
 A variant is named after its stages, the operations that it adds to a step. To combine stages, use `--variants a+b`.
@@ -49,7 +49,7 @@ def train(variant: str, seed: int, text: list[Any], args: argparse.Namespace) ->
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """The exponential moving average with a decay of 0.85, corrected for its start at zero."""
+    """The exponential moving average of the values, with a decay of 0.85 and Adam's bias correction."""
     average, weight, out = 0.0, 0.0, []
     for value in values:
         average, weight = 0.85 * average + 0.15 * value, 0.85 * weight + 0.15
@@ -58,7 +58,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def step_times(args: argparse.Namespace) -> dict[str, float]:
-    """Time each variant's step on the matrices of a transformer layer; return the shortest times in milliseconds."""
+    """Time steps of each variant on the matrices of a transformer layer; return each shortest time in milliseconds."""
     d = args.time_width
     shapes = [(d, d)] * 4 + [(3 * d, d)] * 2 + [(d, 3 * d)]
     optimizers: dict[str, Muon] = {}

@@ -56,10 +56,10 @@ class Case(NamedTuple):
         origin: The name of the origin.
         variant: The variant of shardmuon; any other options follow after a comma.
         source: The part of the origin that is run, and its version.
-        theirs: A function that builds the origin's optimizer, which has a `step` method, for a parameter.
+        theirs: A function from a parameter to the origin's optimizer, an object with a `step` method.
         ours: Options of `Muon` that match the origin's settings. An option can be a function of the matrix's shape.
-        without: Variants of shardmuon that lack one of the stages.
-        another_rule: A function that returns true for shapes on which the origin follows a different rule.
+        without: Versions of the variant with one stage left out. None is plain Muon.
+        another_rule: A function that returns True for shapes on which the origin follows a different rule.
         remark: A note on behaviour of the origin that does not follow from its settings.
     """
 
@@ -123,7 +123,7 @@ def dion(args: argparse.Namespace) -> list[Case]:
 
 
 class ModdedNorMuon:
-    """The orthogonalization and NorMuon of Keller Jordan's modded-nanogpt, without the project's bit-packed weights."""
+    """An optimizer made of modded-nanogpt's functions for orthogonalization and NorMuon, without bit-packed weights."""
 
     def __init__(self, p: nn.Parameter, found: dict[str, Any]) -> None:
         self._p, self._found = p, found
@@ -246,8 +246,9 @@ def differences(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 def compare(case: Case, shape: tuple[int, int]) -> dict[str, Any]:
-    """Compare a variant's updates with the origin's for one shape. Return the differences and the bands (the origin's
-    own rounding errors) for each dtype, and the differences in fp64 if the variant lacks a stage."""
+    """Compare the updates of a variant with those of the original code (the origin) for one shape. Return a dict with
+    the relative differences in fp64, fp32 and bf16, the origin's rounding errors in fp32 and bf16, and the largest
+    fp64 difference of each variant that lacks a stage."""
     exact = theirs_in(case, shape, torch.float64)
     row: dict[str, Any] = {"origin": case.origin, "variant": case.variant, "shape": shape}
     variant = case.variant.partition(",")[0]
@@ -267,7 +268,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def inside(row: dict[str, Any], products: torch.dtype) -> bool:
-    """True if every step's difference is at most twice the step's band, which is the origin's own rounding error."""
+    """True if the variant differs from the original code by at most twice that code's rounding error, at every step."""
     pairs = zip(row[_name(products)], row[f"band {_name(products)}"], strict=True)
     return all(difference <= 2 * band for difference, band in pairs)
 
@@ -284,7 +285,7 @@ def written(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A table with one line for each case and shape, which shows the largest difference over all steps."""
+    """A table with a row for each variant and shape: the largest difference from the original code over all steps."""
     lines = [
         "| origin | variant | shape | fp64 | fp32 | its band | | bf16 | its band | | a stage left out |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -299,7 +300,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def steps_table(rows: list[dict[str, Any]]) -> str:
-    """A table of the difference and the origin's rounding error at every step, for the first shape of each case."""
+    """A table of the difference from the original code, and of that code's own rounding error, at every step. Each
+    variant is shown for one shape."""
     lines = [
         "| origin | variant | shape | products | " + " | ".join(f"step {i + 1}" for i in range(STEPS)) + " |",
         "|---" * (4 + STEPS) + "|",

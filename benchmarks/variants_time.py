@@ -16,9 +16,9 @@ the machine's own noise. The table also gives the number of torch calls in a ste
 read and write (without those of products); other work on the machine affects neither. A call on a list of tensors
 counts as one.
 
-QK-clip: training steps (forward, backward, optimizer step) of the model in examples/train.py, in one process. With
-`every=10`, nine of ten steps are not measured. tau is infinite, so logits are measured, reduced and compared, but the
-models do not drift apart.
+QK-clip is timed in whole training steps (forward, backward, optimizer step) of the model in examples/train.py, in one
+process. Steps in which QK-clip does not measure logits are timed separately; with `every=10`, these are nine of ten
+steps. tau is infinite, so that no weights are scaled and the models do not drift apart.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OWNERS = "muon_eq+normuon"
 
 
 class Contender(NamedTuple):
-    """A contender in the benchmark: its name, and the variant of Muon that steps the matrices."""
+    """An optimizer to time: its name, and the Muon variant that it uses for matrices (None for plain Muon)."""
 
     name: str
     variant: str | None = None
@@ -69,7 +69,8 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 
 def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
-    """Build the contender's optimizer for weights on a layout, with gradients set. `meshes_on` selects the device."""
+    """Build weights in the given layout, set gradients, and return the contender's optimizer for them. The context
+    manager `meshes_on` selects the device."""
     case, world = LAYOUTS[layout], dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(s, generator=generator) * 0.02 for s in [*shapes(d, layers), (4096, d)]]
@@ -87,7 +88,8 @@ def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
 
 
 def contend(d: int, layers: int, rounds: int, seconds: float, kind: str) -> dict[str, list[tuple[float, float]]]:
-    """Time the steps of all contenders on this rank, in turn. Call it on every rank."""
+    """Time interleaved steps of all contenders; return the wall and processor seconds of each step on this rank.
+    Collective."""
     with meshes_on(kind):
         built = {contender.name: build(contender, d, layers, "fsdp2") for contender in CONTENDERS}
     for optimizer in built.values():
@@ -181,7 +183,7 @@ CLIPS: dict[str, dict[str, Any] | None] = {
 
 
 def clip_times(rounds: int, seconds: float, device: torch.device) -> dict[str, list[tuple[float, float]]]:
-    """Time training steps with and without QK-clip in this process, in turn."""
+    """Time interleaved training steps with and without QK-clip; return the wall and processor seconds of each step."""
     torch.set_num_threads(1)
     steps = {name: trainer(options, device) for name, options in CLIPS.items()}
     for step in steps.values():
@@ -208,7 +210,7 @@ def trainer(options: dict[str, Any] | None, device: torch.device) -> Callable[[]
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-Times = dict[str, list[tuple[float, float]]]  # wall and processor seconds of each round
+Times = dict[str, list[tuple[float, float]]]  # name of a contender -> wall and processor seconds of each round
 WALL, BUSY = 0, 1
 
 

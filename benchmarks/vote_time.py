@@ -1,4 +1,4 @@
-"""Time a vote (the check before a step that all ranks agree) and a gloo all-reduce of the same size on this machine.
+"""Time a vote (the exchange in which ranks agree to start a step), compared with a gloo all-reduce of 64 bytes.
 
 for n in 2 3 4 8; do torchrun --nproc-per-node $n benchmarks/vote_time.py; done
 """
@@ -28,7 +28,7 @@ def main() -> None:
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(ROUNDS + 1):
-        for name, call in contenders.items():  # in turn, so that a drift in the machine's speed affects both
+        for name, call in contenders.items():  # alternate, so that a drift in the machine's speed affects both
             dist.barrier()
             began = time.perf_counter()
             for _ in range(CALLS):

@@ -78,7 +78,8 @@ class _Sum(nn.Module):
 
 
 def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, warm: int) -> dict[str, Any]:
-    """Run training steps on this rank; return times, the first update's error, memory, traffic and run counts."""
+    """Run training steps on this rank; return step times, the first update's error, memory use, bytes moved, and the
+    number of Newton-Schulz runs per step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     warnings.simplefilter("ignore")
     deepspeed = ZeroRun.start_deepspeed()
@@ -126,7 +127,7 @@ def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, war
             peak, carried = _Peak(), _loopback()
             dist.barrier()
             begin = time.perf_counter()
-            engine.backward(engine(inputs))  # at stages 1 and 2, DeepSpeed orthogonalizes here
+            engine.backward(engine(inputs))  # timed too: at stages 1 and 2, DeepSpeed orthogonalizes in backward
             engine.step()
             dist.barrier()
             seconds.append(time.perf_counter() - begin)

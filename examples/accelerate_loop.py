@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 if not torch.accelerator.is_available():
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate sets up no ranks on CPUs
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate does not initialize torch.distributed on CPUs
 
 # [start:recipe]
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -88,7 +88,7 @@ TEXT = [torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(i)) 
 
 
 def options(fsdp: bool) -> dict[str, Any]:
-    """More arguments for `train`, which choose FSDP2 if `fsdp` is True."""
+    """Additional arguments for `train`: FSDP2 settings if `fsdp` is True, otherwise none."""
     if not fsdp:
         return {}
     blocks = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}

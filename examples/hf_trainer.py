@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 if not torch.accelerator.is_available():
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate sets up no ranks on CPUs
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate does not initialize torch.distributed on CPUs
 
 # [start:recipe]
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -56,7 +56,7 @@ FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "
 
 
 def options(fsdp: bool) -> dict[str, Any]:
-    """More TrainingArguments, which choose FSDP2 if `fsdp` is True."""
+    """Additional TrainingArguments: FSDP2 settings if `fsdp` is True, otherwise none."""
     return {"fsdp": "full_shard auto_wrap", "fsdp_config": FSDP2} if fsdp else {}
 
 

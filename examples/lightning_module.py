@@ -80,7 +80,8 @@ class Net(nn.Module):
         return result
 
 
-# All samples are equal, because Lightning restarts the epoch when it resumes from a checkpoint in the middle of one.
+# Lightning restarts the epoch when it resumes from a checkpoint in the middle of one. All samples are equal, so that a
+# resumed run sees the same data as an uninterrupted run.
 TEXT = [torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(0))] * 128
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 

@@ -94,7 +94,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_equal_to_one_process(model: nn.Module, optimizer: Muon, routing: dict[str, object]) -> bool:
-    """Take a step with the current gradients, both sharded and unsharded; return True if the weights are equal."""
+    """Take the same step on the shards and on whole tensors; return True if the new weights are bitwise equal."""
     params = dict(model.named_parameters())
     # A rank that stores no rows of a parameter has no gradient for it, but must still take part in gathering it.
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in params.items()}

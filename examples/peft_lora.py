@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 if not torch.accelerator.is_available():
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate sets up no ranks on CPUs
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate does not initialize torch.distributed on CPUs
 
 # [start:recipe]
 from peft import LoraConfig, get_peft_model

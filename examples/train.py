@@ -4,7 +4,7 @@ One process:  python examples/train.py
 Four ranks:   torchrun --nproc-per-node 4 examples/train.py --layout fsdp2+tp --compare --out demo-out
 
 The text is the source code of Python's standard library, as bytes, so nothing is downloaded. See docs/demo.md. `--out`
-plots the losses with matplotlib (pip install 'shardmuon[demo]'). The class Config explains the options listed after it.
+plots the losses with matplotlib (pip install 'shardmuon[demo]'). Every field of the class Config is also an option.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Config:
     batch: int = 16  # sequences per step on all ranks together
     steps: int = 130  # at least 3, because the first and last steps are not timed
     lr: float = 2e-2  # learning rate of Muon, and of the AdamW inside it
-    adamw_lr: float = 4e-3  # learning rate of torch.optim.AdamW with --compare
+    adamw_lr: float = 4e-3  # learning rate of torch.optim.AdamW, the baseline of --compare
     weight_decay: float = 0.1
-    warmup: int = 30  # steps; a cosine decay to a tenth follows
+    warmup: int = 30  # steps of linear warm-up, before a cosine decay to a tenth
     eval_every: int = 26  # steps from one evaluation to the next
     eval_batches: int = 4
     seed: int = 0
@@ -162,7 +162,7 @@ class Model(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim > 1:
                 std = 1.0 if name.startswith("embed") else 0.0 if name.startswith("head") else p.shape[-1] ** -0.5
-                if name.endswith(("wo.weight", "down.weight")):  # these layers write to the residual stream
+                if name.endswith(("wo.weight", "down.weight")):  # layers that add to the residual stream
                     std /= math.sqrt(2 * config.layers)
                 p.data = torch.randn(p.shape, generator=generator) * std
 
@@ -220,18 +220,19 @@ def build_adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim
 
 
 def lr_factor(step: int, config: Config) -> float:
-    """Factor of the learning rate: linear warm-up, then a cosine decay to a tenth."""
+    """The factor on the learning rate at a step: linear warm-up, then a cosine decay to a tenth."""
     done = (step - config.warmup) / max(1, config.steps - config.warmup)
     return (step + 1) / config.warmup if done < 0 else 0.55 + 0.45 * math.cos(math.pi * min(1.0, done))
 
 
 def whole(x: Tensor) -> Tensor:
-    """A copy of the full tensor. Collective."""
+    """A copy of the full tensor, gathered from all ranks if it is sharded. Collective."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
 def proven_step(optimizer: Muon, dense: Model, weight_decay: float) -> dict[str, Any]:
-    """Take a step, and the same step with the whole matrices of `dense`; compare the new weights. Collective."""
+    """Take a step, and the same step on whole matrices in `dense`. Return a dict with the largest relative difference
+    between the new weights, and with flags for bitwise equality. Collective."""
     reference = build_muon(dense, optimizer.param_groups[0]["lr"], weight_decay)
     pairs = []
     for group in (group for group in optimizer.param_groups if group["use_muon"]):
@@ -247,7 +248,7 @@ def proven_step(optimizer: Muon, dense: Model, weight_decay: float) -> dict[str,
         found, expected = whole(p), q.detach()
         digest.update(found.cpu().numpy().tobytes())
         equal &= torch.equal(found, expected)
-        # relative to the update, because a wrong update with a small learning rate hardly changes the weight
+        # relative to the update: at a small learning rate, even a wrong update hardly changes the weight
         gaps.append((found.double() - expected).norm() / (before.double() - expected).norm())
     seen = [(equal, digest.hexdigest())]
     if dist.is_initialized():
@@ -341,7 +342,7 @@ def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
     axes = figure.add_subplot(title=title, xlabel="step", ylabel="cross entropy (nats per byte)")
     for run, color in zip(runs, ("#0b6e4f", "#c8553d"), strict=False):
         steps = np.arange(1, len(run["train_loss"]) + 1)
-        weights = 0.6 ** np.abs(steps[:, None] - steps)  # symmetric, so that the line does not lag behind the points
+        weights = 0.6 ** np.abs(steps[:, None] - steps)  # a symmetric window, so that the line does not lag
         axes.plot(steps, run["train_loss"], color=color, alpha=0.18, linewidth=0.8)
         smoothed = weights @ run["train_loss"] / weights.sum(1)
         axes.plot(steps, smoothed, color=color, linewidth=2.0, label=f"{run['optimizer']}, train (smoothed)")
@@ -356,7 +357,7 @@ def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def main() -> int:
     """Train with the options of the command line; return 1 if the last update is wrong, and 0 otherwise."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the logits are never modified in place
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # warns of outputs modified in place; here, none are
     # Hide the warning that DTensors sharded over two mesh dims are gathered in two steps.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 if not torch.accelerator.is_available():
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate sets up no ranks on CPUs
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # without this, accelerate does not initialize torch.distributed on CPUs
 
 # [start:recipe]
 from datasets import Dataset

@@ -2,10 +2,11 @@
 
     python scripts/golden.py --base COMMIT [--ranks 1 2 3 4] [--only TEXT]
 
-Both versions run the golden rows, which are combinations of layout, options and dtype in tests/golden of the *working
-tree*, one after the other on one machine. Each version builds the layouts with its own code. The script prints each row
-and tensor that differs, with the ranks on which it differs, and exits with status 1 if any does. The digests of COMMIT
-are kept in build/golden, so a second comparison with the same commit takes half the time.
+Golden rows are combinations of layout, options and dtype, defined in tests/golden. Both versions run the golden rows of
+the *working tree*, one version after the other, on the same machine. Each version builds the layouts with its own code.
+The script prints each row that differs, with the tensors that differ and the ranks on which they differ. The exit
+status is 1 if any row differs, or if no row has run. The digests of COMMIT are kept in build/golden, so a second
+comparison with the same commit takes half the time.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "tests" / "golden"
 KEPT = ROOT / "build" / "golden"
-TIMEOUT = 900  # time limit in seconds for all rows on one number of ranks
+TIMEOUT = 900  # time limit in seconds for running all rows with one number of ranks
 MOST_TENSORS = 6  # maximum number of tensors to print for one row
 
-Rows = Mapping[str, Mapping[str, list[str]]]  # row -> tensor -> digest on each rank
+Rows = Mapping[str, Mapping[str, list[str]]]  # row name -> tensor name -> one digest per rank
 
 
 def commit_of(base: str) -> str:
-    """The full hash of the commit that a revision names."""
+    """Return the full hash of the commit that a git revision names."""
     command = ["git", "rev-parse", "--verify", f"{base}^{{commit}}"]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """Unpack the src folder of a commit into a folder, and return that folder."""
+    """Unpack the src folder of a commit into `folder`, and return `folder`."""
     archive = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     return folder
 
 
 def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
-    """Run the golden rows (combinations of layout, options and dtype) with one tree; return digests of the results."""
+    """Run the golden rows (combinations of layout, options and dtype) on the code in the source tree `tree`. Return
+    digests of the results."""
     started = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{ROWS.parent}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "golden.rows", "--ranks", str(ranks), "--out", str(out), "--only", only]
@@ -54,7 +56,7 @@ def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
         try:
             code = process.wait(TIMEOUT)
         except BaseException:
-            os.killpg(process.pid, 9)  # also kills the ranks
+            os.killpg(process.pid, 9)  # the process group also contains the ranks
             raise
     if code:
         sys.exit(f"golden rows on {ranks} ranks failed with {tree / 'src'} (exit status {code})")
@@ -64,14 +66,16 @@ def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
 
 
 def kept_name(commit: str, ranks: int, only: str) -> Path:
-    """The path of a commit's saved digests. The file name depends on the rows, torch, Python and the machine."""
+    """Return the path of a commit's saved digests. The file name depends on everything else that determines the
+    digests: the golden rows, the number of ranks, the machine, and the versions of torch and Python."""
     sources = b"".join(path.read_bytes() for path in sorted(ROWS.glob("*.py")))
     parts = (sources, importlib.metadata.version("torch"), platform.python_version(), platform.node(), only)
     return KEPT / f"{commit[:12]}-{ranks}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}.json"
 
 
 def differences(here: Rows, base: Rows) -> Iterator[tuple[str, list[str]]]:
-    """Yield each row that differs, with a line of text for each tensor that differs."""
+    """Yield the name of each row that differs between the two versions, with a list of lines of text: one for each
+    tensor that differs."""
     for row in dict.fromkeys([*here, *base]):
         mine, theirs = here.get(row, {}), base.get(row, {})
         lines = []

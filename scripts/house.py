@@ -1,16 +1,16 @@
-"""Measure the size and structure of the code and of one optimizer step, and print each value beside its target.
+"""Measure the size and structure of the code and the cost of an optimizer step. Print each value beside its target.
 
-    make house                                       # all rows, a minute or two
-    python scripts/house.py --only 4 5 --list        # only some rows; list where exceptions are caught
+    make house                                       # measures all rows, which takes a minute or two
+    python scripts/house.py --only 4 5 --list        # measures two rows, and lists lines that may swallow exceptions
 
-The script writes no files. It measures only the requested rows, and a row that fails does not stop the others. Counts
-depend only on the code and on torch; the times in rows 8 and 9 are ratios of times on the same machine.
+The script writes no files. A row that fails does not stop the other rows. Counts depend only on the code and on the
+versions of torch and Python. Rows 8 and 9 are ratios of times measured on the same machine.
 
 [Note: calls]
-    A call is the start of a frame of a function in src/shardmuon; a generator that resumes does not start a new frame.
-    C calls are the calls to C functions that such frames make. Row 1 leaves out the frames of comprehensions and
-    generator expressions, and row 2 counts them (Python 3.12 makes fewer than 3.11). Both count the C calls made in
-    them.
+    A call is counted when a frame of a function in src/shardmuon starts. A generator that resumes does not start a new
+    frame. C calls are the calls to C functions that these frames make. Row 1 does not count the frames of
+    comprehensions and generator expressions, but it counts their C calls. Row 2 counts these frames,
+    too (there are fewer of them in Python 3.12 than in 3.11).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "shardmuon"
 
-Function = tuple[str, int, str]  # file, first line, name
+Function = tuple[str, int, str]  # (file, first line, name) of a function
 Graph = Mapping[str, Collection[str]]  # module -> the modules it imports
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
@@ -55,7 +55,7 @@ APART = ("price/", "foresight/", "auditing/", "testing/", "commands/")
 
 
 def sources(folder: Path = PACKAGE) -> dict[str, ast.Module]:
-    """The syntax trees of all Python files in a folder, by relative path."""
+    """Parse all Python files in a folder. Return a dict from relative path to syntax tree."""
     paths = sorted(folder.rglob("*.py"))
     return {path.relative_to(folder).as_posix(): ast.parse(path.read_text()) for path in paths}
 
@@ -64,7 +64,7 @@ def sources(folder: Path = PACKAGE) -> dict[str, ast.Module]:
 
 
 class Calls(NamedTuple):
-    """The number of calls of each function in a folder, and the number of C calls that their frames made."""
+    """Number of calls to each Python function in a folder, and number of calls from these functions to C functions."""
 
     of_function: Counter[Function]
     num_c: int
@@ -76,7 +76,7 @@ class Calls(NamedTuple):
 
 
 def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bool = False) -> Calls:
-    """Run a function and count the calls it makes; see [Note: calls]."""
+    """Run `call`, and count the calls to functions that are defined in `folder` (see [Note: calls])."""
     found: Counter[Function] = Counter()
     generators: set[FrameType] = set()
     num_c = 0
@@ -105,7 +105,7 @@ def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bo
 
 @functools.cache
 def plain_step() -> Calls:
-    """Count the calls in an optimizer step, after warm-up, of one matrix and one vector in one process."""
+    """Count the calls in one optimizer step that updates a matrix and a vector in a single process, after warm-up."""
     from torch import nn
 
     step = muon_step([nn.Parameter(filled(8, 16))], [nn.Parameter(filled(16))])
@@ -114,7 +114,8 @@ def plain_step() -> Calls:
 
 @functools.cache
 def sharded_step() -> Calls:
-    """Count the calls in a step, after warm-up, of two FSDP2 matrices on two ranks; return those of the busier rank."""
+    """Count the calls in one optimizer step that updates two FSDP2 matrices on two ranks, after warm-up. Return the
+    counts of the rank with more calls."""
     from shardmuon.testing import RankPool
 
     with RankPool(2) as pool:
@@ -139,7 +140,7 @@ def warm(step: Callable[[], object], comprehensions: bool) -> Calls:
 
 
 def muon_step(matrices: list[Any], vectors: list[Any]) -> Callable[[], object]:
-    """Build a `Muon` with fp32 products, set gradients, and return its `step`."""
+    """Set the parameters' gradients, build a `Muon` with matrix products in fp32, and return its `step` method."""
     import torch
 
     from shardmuon import Muon
@@ -160,7 +161,8 @@ def filled(*shape: int) -> Any:
 
 
 def lengths(functions: Iterable[Function], trees: Mapping[str, ast.Module]) -> list[int]:
-    """The line counts of functions without docstrings, sorted. Lambdas and comprehensions belong to their function."""
+    """Count the lines of each function, without its docstring, and return the sorted counts. Lambdas and comprehensions
+    belong to the function that contains them."""
     known = {}
     for file, tree in trees.items():
         for node in ast.walk(tree):
@@ -171,13 +173,13 @@ def lengths(functions: Iterable[Function], trees: Mapping[str, ast.Module]) -> l
 
 
 def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The number of lines of a function from `def` to its end, without the docstring."""
+    """Count the lines of a function, from `def` to its end, without the docstring."""
     text = ast.get_docstring(node, clean=False)
     return int(node.end_lineno or 0) - node.lineno + 1 - (0 if text is None else len(text.splitlines()))
 
 
 def statements(tree: ast.AST) -> int:
-    """The number of statements, without docstrings and imports."""
+    """Count the statements in a syntax tree, except docstrings and imports."""
     docstrings = {
         node.body[0]
         for node in ast.walk(tree)
@@ -188,7 +190,7 @@ def statements(tree: ast.AST) -> int:
 
 
 def docstrings(tree: ast.AST) -> list[str]:
-    """All docstrings of a module, its classes and its functions."""
+    """List the docstrings of a module, its classes and its functions."""
     nodes = (node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)))
     return [text for node in nodes if (text := ast.get_docstring(node))]
 
@@ -213,8 +215,8 @@ def classes(tree: ast.Module) -> set[str]:
 
 
 def catches(tree: ast.AST) -> Iterator[int]:
-    """Yield lines that may swallow exceptions: `except` without `raise`, `suppress`, an `__exit__` that may return
-    True."""
+    """Yield the numbers of lines that may swallow exceptions: `except` clauses without `raise`, calls of `suppress`,
+    and `__exit__` methods that may return True."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             found = not any(isinstance(inner, ast.Raise) for inner in own_nodes(node))
@@ -227,7 +229,7 @@ def catches(tree: ast.AST) -> Iterator[int]:
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below a node, except those inside nested functions."""
+    """Yield all descendants of a syntax-tree node, except those inside nested functions."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, (ast.Lambda, *FUNCTIONS)):
@@ -243,7 +245,8 @@ def may_be_true(function: ast.AST) -> bool:
 
 
 def import_graph(trees: Mapping[str, ast.Module], package: str = "shardmuon") -> Graph:
-    """Map each module to the modules that it imports, also in functions, under TYPE_CHECKING and by `import_module`."""
+    """Map each module to all modules that it imports. Imports inside functions, imports under TYPE_CHECKING, and calls
+    of `import_module` count, too."""
     names = {file: ".".join([package, *Path(file).with_suffix("").parts]) for file in trees}
     names = {file: name.removesuffix(".__init__") for file, name in names.items()}
     modules = set(names.values())
@@ -257,7 +260,7 @@ def import_graph(trees: Mapping[str, ast.Module], package: str = "shardmuon") ->
 
 
 def imported(node: ast.AST, parent: str) -> Iterator[str]:
-    """Yield the full names of the modules, or of objects defined in modules, that a statement or call imports."""
+    """Yield the full names of the modules and objects that an import statement or a call of `import_module` imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -268,21 +271,22 @@ def imported(node: ast.AST, parent: str) -> Iterator[str]:
 
 
 def nearest(name: str, modules: Collection[str]) -> str:
-    """The module that a full name denotes or belongs to, or "" if it is in another package."""
+    """Return the module in `modules` that a full name denotes or belongs to, or "" if there is none."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Import cycles: the strongly connected components of the import graph that have more than one module."""
+    """Find import cycles, that is, strongly connected components of the import graph with more than one module."""
     below = {module: reached(module, graph) for module in graph}
     found = {frozenset(other for other in below[module] if module in below[other]) for module in graph}
     return sorted(sorted(component) for component in found if len(component) > 1)
 
 
 def reached(module: str, graph: Graph) -> set[str]:
-    """All modules that a module imports, directly or indirectly. A module in an import cycle also imports itself."""
+    """Return all modules that a module imports, directly or indirectly. If the module is part of an import cycle, the
+    result contains the module itself."""
     found: set[str] = set()
     ahead = list(graph[module])
     while ahead:
@@ -294,7 +298,8 @@ def reached(module: str, graph: Graph) -> set[str]:
 
 
 def climbing(graph: Graph, layers: Sequence[str]) -> list[str]:
-    """Modules that import from a layer above or beside their own. The package's top module has no layer."""
+    """List the modules that import from a layer above or beside their own. The package's `__init__.py` belongs to no
+    layer, so imports by it and from it are ignored."""
     level = {name.strip(): at for at, line in enumerate(layers) for name in line.split("|")}
 
     def layer(module: str) -> str:
@@ -308,7 +313,7 @@ def climbing(graph: Graph, layers: Sequence[str]) -> list[str]:
 
 
 def layers_of_contract() -> list[str]:
-    """The layers of the import-linter contract, from the highest to the lowest."""
+    """Read the layers of the import-linter contract in pyproject.toml, from the highest to the lowest."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -322,7 +327,8 @@ def layers_of_contract() -> list[str]:
 
 
 def host_time(num_matrices: int, num_vectors: int) -> float:
-    """The ratio of a step's processor time to that of torch.optim.Muon plus AdamW: the median of five runs.
+    """Measure the processor time of a step, divided by that of torch.optim.Muon and torch.optim.AdamW on tensors of the
+    same shapes. Return the median of five measurements.
 
     The tensors are so small that arithmetic takes hardly any time, so it does not matter that torch's Muon multiplies
     in bf16.
@@ -341,7 +347,8 @@ def host_time(num_matrices: int, num_vectors: int) -> float:
         theirs = torch.optim.Muon(parameters(num_matrices), lr=0.01), torch.optim.AdamW(vectors(), lr=0.01)
         ours = muon_step(parameters(num_matrices), vectors())
         calls = {"ours": ours, "torch's": lambda: [one.step() for one in theirs]}
-        times = time_in_turn(calls, rounds=20, clock=time.process_time)  # unaffected by other programs
+        # The time of other programs does not count as processor time.
+        times = time_in_turn(calls, rounds=20, clock=time.process_time)
         return statistics.median(a / b for a, b in zip(*times.values(), strict=True))
 
     torch.set_num_threads(1)
@@ -349,7 +356,8 @@ def host_time(num_matrices: int, num_vectors: int) -> float:
 
 
 def vote_time() -> str:
-    """Time of a vote (the check before a step that all ranks agree) relative to an all-reduce, on eight ranks."""
+    """Measure the time of a vote (the check before a step that all ranks agree) on eight ranks, divided by the time of
+    an all-reduce."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "benchmarks/vote_time.py"]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
@@ -359,7 +367,7 @@ def vote_time() -> str:
         try:
             out, _ = run.communicate(timeout=100)
         except BaseException:
-            run.terminate()  # makes torchrun end its ranks
+            run.terminate()  # unlike `kill`, this lets torchrun stop its ranks
             raise
     found = re.search(r"median of ratios ([\d.]+)", out)
     if run.returncode or found is None:
@@ -368,7 +376,8 @@ def vote_time() -> str:
 
 
 def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -> float:
-    """The most bytes that a rank sends in a step, divided by the mean. Matrices use the placements in turn."""
+    """Compute the largest number of bytes that any rank sends in a step, divided by the mean over all ranks. The `num`
+    matrices cycle through the placements in `ways`."""
     from simulated import spec
 
     from shardmuon.layout.mesh import OnMesh
@@ -386,7 +395,8 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
 
 
 def bytes_sent(plan: Any, bucket: Any, rank: int) -> int:
-    """The bytes that one rank sends for one bucket: matrix parts to owners, results back, and results to replicas."""
+    """Count the bytes that a rank sends for a bucket (a group of matrices): parts of matrices to the ranks that
+    orthogonalize them, results back to the ranks that store the parts, and results to other replicas."""
     from shardmuon.plan.program import Program
 
     program = Program.of(plan, bucket, rank)
@@ -414,7 +424,7 @@ def row_statements() -> str:
 
 
 def places() -> list[str]:
-    """All lines that may swallow exceptions, as "file:line"."""
+    """List all lines that may swallow exceptions, as "file:line"."""
     return [f"src/shardmuon/{file}:{line}" for file, tree in sources().items() for line in sorted(catches(tree))]
 
 
@@ -442,7 +452,8 @@ def row_bytes() -> str:
     from shardmuon.layout.mesh import Shard
 
     hsdp = [(None, Shard(0))]
-    by_columns, by_rows = (None, Shard(0, 2), Shard(0)), (None, Shard(0), Shard(1))  # weights of tensor-parallel layers
+    # placements of column-parallel and row-parallel weights
+    by_columns, by_rows = (None, Shard(0, 2), Shard(0)), (None, Shard(0), Shard(1))
     jobs: dict[str, tuple[tuple[int, ...], list[Any]]] = {
         "2x4": ((2, 4), hsdp),
         "4x2": ((4, 2), hsdp),
@@ -453,7 +464,7 @@ def row_bytes() -> str:
 
 
 def satellites() -> list[ast.Module]:
-    """The syntax trees of all packages in src, including shardmuon itself."""
+    """Parse all Python files in src: those of shardmuon and of its satellite packages, such as shardmuon_qkclip."""
     return list(sources(ROOT / "src").values())
 
 
@@ -473,10 +484,11 @@ def row_docstrings() -> str:
 
 
 def row_import() -> str:
-    """The processor time of `import shardmuon` after `import torch`: the median of five processes."""
+    """Measure the processor time of `import shardmuon` after `import torch`. Return the median over five processes."""
     code = "import time, torch; began = time.process_time(); import shardmuon; print(time.process_time() - began)"
     with tempfile.TemporaryDirectory() as cache:
-        written = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}  # the first process writes the bytecode
+        # Only the first process compiles bytecode, so the median does not include compilation.
+        written = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}
         environment = {**os.environ, **written, "PYTHONPATH": str(ROOT / "src")}
         command = [sys.executable, "-c", code]
         runs = [subprocess.run(command, env=environment, capture_output=True, check=True) for _ in range(5)]
@@ -510,7 +522,7 @@ ROWS = {
 
 
 def measure(numbers: Iterable[int]) -> tuple[list[tuple[str, str, str]], list[int]]:
-    """Measure the given rows; return the lines of the table and the numbers of the rows that failed."""
+    """Measure the given rows. Return the lines of the table, and the numbers of the rows that failed."""
     lines, failed = [("row", "measured", "bar")], []
     for number in numbers:
         row = ROWS[number]

@@ -4,11 +4,12 @@
     python scripts/mutants.py --list                                    # lists the mutants without running tests
     python scripts/mutants.py --equivalent 17 "reason"                  # marks a survivor that changes no behaviour
 
-A mutant is one change to the syntax tree of a file in one of the core's folders (`FOLDERS`). It is made in a copy of
-the project, and the tests that may detect it run there until one fails. These are the tests in `FIRST`, those that
-mention the mutated code or a name that its module defines, and those of its folder. A test that fails is run once
-without the mutant; if it fails there too, it is left out from then on. A hang counts as a failure, because tests and
-pools have time-outs. A mutant whose tests do not all end in time is "unfinished" and is not counted.
+A mutant is one change to the syntax tree of a file in one of the core's folders (`FOLDERS`). The script makes the
+change in a copy of the project, and runs the tests that may detect it until one of them fails. These are the tests in
+`FIRST` and `ANYWHERE`, tests that mention the mutated code or a name that its module defines, and the tests of its
+folder. A test that fails for the first time is also run without the mutant; if it fails again, all later runs leave it
+out. A test that hangs fails after its time-out. If a mutant's tests do not end within `TIMEOUT`, the mutant is
+"unfinished" and is not counted.
 """
 
 from __future__ import annotations
@@ -68,10 +69,11 @@ class Mutant:
     """One change to the source code.
 
     Attributes:
-        number: The position of the mutant in the draw.
-        file, line, kind: The place and the kind of the change.
-        before, after: The text that is replaced, and its replacement.
-        span: The start and the end of the replaced text in the file, in bytes.
+        number: Index of the mutant in the list that `draw` returns.
+        file, line: Location of the change.
+        kind: Kind of the change, such as "swapped arguments".
+        before, after: Source text that is replaced, and its replacement.
+        span: Start and end of the replaced text, as byte offsets in the file.
     """
 
     number: int
@@ -83,11 +85,11 @@ class Mutant:
     span: tuple[int, int]
 
 
-Change = tuple[str, ast.AST]  # kind of change, and the new node
+Change = tuple[str, ast.AST]  # kind of change, and the node that replaces the original
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """Yield all changes that can be made to a node."""
+    """Yield all changes that can be made to a node of a syntax tree."""
     if isinstance(node, ast.Compare):
         yield "comparison", _with(node, lambda new: new.ops.__setitem__(0, COMPARISONS[type(new.ops[0])]()))
     elif isinstance(node, ast.BoolOp):
@@ -129,7 +131,8 @@ def _is_none(node: ast.AST) -> bool:
 
 
 def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
-    """Yield the nodes in function bodies, except docstrings, annotations, assertions and the texts of messages."""
+    """Yield the syntax-tree nodes in function bodies, except those in docstrings, annotations, assertions, f-strings
+    and raise statements. A raise statement itself is included."""
     for child in ast.iter_child_nodes(tree):
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
         text = isinstance(child, ast.Expr) and isinstance(child.value, (ast.Constant, ast.Yield, ast.YieldFrom))
@@ -142,7 +145,8 @@ def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
                 yield child.value
                 yield from nodes(child.value, True)
             continue
-        if isinstance(child, ast.Raise):  # only whole raise statements change, because tests need not check messages
+        # A raise statement can only be dropped as a whole, because tests need not check error messages.
+        if isinstance(child, ast.Raise):
             continue
         if is_function:
             for statement in child.body:  # type: ignore[attr-defined]
@@ -152,7 +156,7 @@ def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
 
 
 def sites(path: Path) -> Iterator[Mutant]:
-    """Yield all mutants of a file, not yet numbered."""
+    """Yield all mutants of a file. `draw` numbers them later."""
     source = path.read_text()
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
@@ -180,7 +184,8 @@ def is_change(mutant: Mutant) -> bool:
 
 
 def draw(number: int, seed: int) -> list[Mutant]:
-    """Draw this number of mutants. Each kind of change is equally likely while any of its mutants are left."""
+    """Draw `number` mutants at random. Each draw first chooses a kind of change, with equal probabilities for all kinds
+    that have mutants left, and then a mutant of this kind."""
     chance = random.Random(seed)
     files = [path for folder in FOLDERS for path in sorted((CORE / folder).rglob("*.py"))]
     by_kind: dict[str, list[Mutant]] = {}
@@ -198,7 +203,7 @@ def draw(number: int, seed: int) -> list[Mutant]:
 
 
 def tests_for(mutant: Mutant) -> list[str]:
-    """The test files that may detect a mutant, from the most likely to the least."""
+    """List the test files that may detect a mutant, in the order in which they run."""
     place = (ROOT / mutant.file).relative_to(CORE).with_suffix("").parts
     folder, module = place[0], ".".join(["shardmuon", *place])
     tree = ast.parse((ROOT / mutant.file).read_text())
@@ -206,7 +211,8 @@ def tests_for(mutant: Mutant) -> list[str]:
     defined = {node.name for node in functions}
     around = {node.name for node in functions if node.lineno <= mutant.line <= (node.end_lineno or 0)}
     words = re.findall(r"[A-Za-z_]{6,}", mutant.before)
-    changed = {*(word for word in words if "_" in word or word != word.lower()), *around}  # other words are too common
+    # Words in lower case without underscores are ignored, because they are too common.
+    changed = {*(word for word in words if "_" in word or word != word.lower()), *around}
 
     def count(words: set[str], text: str) -> int:
         known = [re.escape(word) for word in words if len(word) > 5 and not word.startswith("_")]
@@ -219,7 +225,8 @@ def tests_for(mutant: Mutant) -> list[str]:
     naming = sorted((name for name, score in scores.items() if any(score)), key=lambda name: scores[name], reverse=True)
     own = [name for name in files if name.startswith(f"{folder}/") and name not in naming]
     chosen = [*FIRST, *naming[:MOST_NAMING], *own, *ANYWHERE]
-    if gone := [name for name in chosen if name not in files]:  # a missing file would also make pytest fail
+    # If a test file were missing, pytest would fail and the mutant would count as killed.
+    if gone := [name for name in chosen if name not in files]:
         raise SystemExit(f"mutants.py names tests that are not there: {', '.join(gone)}")
     return list(dict.fromkeys(chosen))
 
@@ -247,8 +254,8 @@ def run_tests(tree: Path, tests: list[str], timeout: float) -> tuple[int, str]:
 
 
 def judge(mutant: Mutant, fine: set[str], broken: list[str]) -> dict[str, Any]:
-    """Run the tests on a mutant. A test that fails runs again without the mutant. It is added to `fine` if it then
-    passes, and to `broken` otherwise."""
+    """Run the tests on a mutant, and return the mutant's entry in the results file. A test that fails runs again
+    without the mutant, unless it is in `fine`. It is then added to `fine` if it passes, and to `broken` otherwise."""
     started = time.monotonic()
     tests = [f"tests/{name}.py" for name in tests_for(mutant)]
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -278,14 +285,14 @@ def judge(mutant: Mutant, fine: set[str], broken: list[str]) -> dict[str, Any]:
 
 
 def key_of(mutant: dict[str, Any]) -> tuple[object, ...]:
-    """The fields that identify a mutant. Two mutants with equal fields are the same change to the same source."""
+    """Return the fields that identify a mutant. Mutants with equal fields are the same change to the same source."""
     return tuple(
         mutant[key] if key != "span" else tuple(mutant[key]) for key in ("file", "kind", "before", "after", "span")
     )
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """A text with the numbers of mutants that were killed, counted, and marked as equivalent."""
+    """Summarize in one line how many of the mutants were killed, and how many are marked as equivalent."""
     equivalent = [row for row in rows if row.get("equivalent")]
     killed = [row for row in rows if row["outcome"] == "killed"]
     count = sum(row["outcome"] != "unfinished" for row in rows) - len(equivalent)

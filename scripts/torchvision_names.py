@@ -1,8 +1,9 @@
 """Make torchvision importable with a CPU build of torch. If needed, scripts/stack.sh puts this file into .venv-stack.
 
-The torchvision on PyPI is built for PyPI's CUDA build of torch. With another build its operators are missing, and its
-import fails when it registers shapes for them. This project does not call these operators, so it is enough to define
-their names. Python runs this file at every start, so the file imports torch only when torchvision is imported.
+The torchvision on PyPI is built for PyPI's CUDA build of torch. With a CPU build of torch, torchvision's operators are
+missing, and `import torchvision` fails when it registers shapes for them. This project does not call these operators,
+so it is enough to define their names. Python runs this file at every start, so the file imports torch only when
+torchvision is imported.
 """
 
 import contextlib

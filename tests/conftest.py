@@ -205,7 +205,8 @@ def _preload(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # Exempt the imported objects from garbage collection, as ranks do (see [Note: what ranks are forked from]).
+    # Each garbage collection would otherwise visit all imported objects, and some libraries run a collection in every
+    # call.
     gc.freeze()
     if not session.config.pluginmanager.hasplugin("shared"):
         _preload(session.items)

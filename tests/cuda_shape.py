@@ -298,8 +298,8 @@ class _Mirror:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
-        """Return the merged message of all ranks. Its sum of digests is 0: the ranks of a set multiply their digests by
-        coefficients whose sum is zero, so equal digests cancel (see [Note: the message] in comm/vote.py)."""
+        """Return the message merged over all ranks. Its sum of digests is 0, because the weighted sum of equal digests
+        is zero (see [Note: the message] in comm/vote.py)."""
         phase, flags, _, presence = message
         return phase, flags, 0, presence
 

@@ -174,7 +174,8 @@ class _Param:
         return self.weight.flatten()[at].double().norm().float()
 
     def _bits(self, purpose: str) -> Tensor:
-        """Return the random bits for the stochastic rounding of all elements in this step."""
+        """Return the random bits for stochastic rounding in the current step, one value for each element of the weight.
+        `purpose` is "momentum" or "weights"."""
         stream = Stream.of(self._name, purpose, self._steps, max(at.shape[1] for at in self._elements))
         found = torch.empty(self.weight.numel(), dtype=torch.int32)
         for number, at in enumerate(self._elements):
@@ -228,7 +229,7 @@ def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float
 
 
 def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
-    """Update one matrix with the operations of torch.optim.Muon, in the dtype of the weights."""
+    """Return the updated weight, computed with torch.optim.Muon's operations in the dtype of the weight."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
     # torch.optim.Muon's iteration returns tall matrices in column-major order, so this function uses the same order.
     turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result

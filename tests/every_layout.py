@@ -25,9 +25,9 @@ from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
 # Settings for comparisons with a single-process run: optimizer options, and the machine whose speed the planner assumes
-# (None for the actual machine). EXCHANGES is keyed by number of ranks, and MANY_BUCKETS is the default. With the
-# machine SHARING, the planner lets one replica orthogonalize each matrix and send the result to the other replicas in
-# an additional exchange.
+# (None for the actual machine). EXCHANGES is keyed by number of ranks. For numbers of ranks that are not in EXCHANGES,
+# MANY_BUCKETS is used. With the machine SHARING, the planner lets one replica orthogonalize each matrix and send the
+# result to the other replicas in an additional exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
@@ -49,7 +49,8 @@ class Planned:
     """Figures from the step plan of one rank.
 
     Attributes:
-        counted: Numbers of exchanges, bytes sent and orthogonalized matrices, as counted by `BucketCount.of_plan`.
+        counted: Numbers of exchanges, of bytes sent and of orthogonalized matrices, as counted by
+            `BucketCount.of_plan`.
         sides: Bytes sent and bytes received, each as a pair (within a node, between nodes). The ranks are assumed to be
             split evenly over two nodes.
         messages: Number of messages that this rank sends to other ranks in all exchanges.
@@ -108,8 +109,9 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
 
 @quick_plans()
 def _comparisons(layout: str) -> dict[str, Comparison]:
-    """Compare a layout with a single-process run and, on 4 or 2 ranks, with torch.optim.Muon. The comparison with
-    torch.optim.Muon uses fp32 on 4 ranks. On 2 ranks, it uses bf16 and runs only for every third layout.
+    """Compare a layout with reference runs, and return the comparisons by name of the reference. Every layout is
+    compared with a single-process run. On 4 ranks, every layout is also compared with torch.optim.Muon in fp32. On 2
+    ranks, every third layout is compared with torch.optim.Muon in bf16.
 
     More combinations would test nothing new: the plan does not depend on the reference, and the dtype only changes the
     plan's byte counts.

@@ -104,8 +104,9 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the line numbers of all comprehensions in the functions of a file that TRANSPORT lists, except in `with`
-    blocks. These comprehensions process messages from other ranks, so the tests raise no exception in them."""
+    """Return the line numbers of the comprehensions of a file in which the tests raise no exception, because they
+    process messages from other ranks. These are the comprehensions in functions listed in TRANSPORT, except in `with`
+    blocks."""
     found, listed = set[int](), {name for of, name in TRANSPORT if of == file}
 
     def walk(node: ast.AST) -> None:
@@ -116,7 +117,7 @@ def _sorting(file: str) -> frozenset[int]:
         for child in ast.iter_child_nodes(node):
             walk(child)
 
-    # Do not parse a file without functions in TRANSPORT, because parsing all files would take longer than most calls.
+    # Parse only files with functions in TRANSPORT, because parsing all files would be slow.
     for node in ast.walk(ast.parse(Path(ROOT, file).read_text() if listed else "")):
         if isinstance(node, ast.FunctionDef) and node.name in listed:
             walk(node)
@@ -255,8 +256,8 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """Gather two flags from every rank: whether its call raised an error, and whether it reached the function call in
-    which the exception was to be raised. Each rank sends a fixed number before its flags, so that a rank in a different
+    """Return two flags for each rank: whether its call raised an error, and whether it reached the function call in
+    which the exception was to be raised. Collective. Each rank also sends a fixed number, so that a rank in a different
     collective is detected."""
     number = 0x5EED0F7E57
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
@@ -296,10 +297,10 @@ def plant(
         held: Function that returns all values that `call` must leave unchanged if it raises an error.
         before: Function that prepares each call. Its argument is an index into `known`.
         again: If True, `call` runs once more for every fourth function, and the exception is raised in the third call
-            to this function.
+            to the function.
 
     Returns:
-        The functions in which an exception went unnoticed, and the number of exceptions that caused an error on all
+        Descriptions of the exceptions that went unnoticed, and the number of exceptions that caused an error on all
         ranks.
     """
     passed, raised = list[str](), 0
@@ -332,7 +333,8 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
         stride: Exceptions are raised only in every `stride`-th function.
 
     Returns:
-        The names of all functions before the first collective, and the functions in which an exception went unnoticed.
+        The names of all functions that are entered before the first collective, and descriptions of the exceptions that
+        went unnoticed.
     """
     original, known, passed = optimizer.step, list[Place](), list[str]()
 
@@ -362,6 +364,6 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
     for wrapper in (trace, plant_):
         optimizer.step = wrapper
         run()
-    # The last training step is run without an exception and must succeed.
+    # The last training step runs without a planted exception and must succeed.
     run()
     return [place.name for place in known], passed

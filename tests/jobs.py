@@ -21,7 +21,7 @@ from shardmuon.testing.layouts import LAYOUTS as TABLE
 from shardmuon.testing.layouts import mesh_of, parameters
 from shardmuon.variants import KEPT_KEYS
 
-Cut = Callable[[Tensor], Tensor]  # A function of this type maps a full tensor to the part that this rank stores.
+Cut = Callable[[Tensor], Tensor]  # maps a full tensor to the part that this rank stores
 Sets = Sequence[tuple[int, ...]]
 
 FAMILIES: dict[str, Sets] = {
@@ -91,8 +91,8 @@ def layout_of(name: str) -> list[dict[str, Any]]:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
         return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
-    # A fault that places a tensor on a different mesh uses this 2 x 2 mesh on a single rank only. Creating a mesh is
-    # collective, so all ranks create the mesh in advance.
+    # Creating a mesh is collective, so all ranks create the 2 x 2 mesh that one of the planted faults uses on a single
+    # rank.
     mesh_of((2, 2))
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 
@@ -211,7 +211,7 @@ def _bits(value: object) -> object:
 
 
 def unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
-    """Return the keys that only one of two dicts has, and the keys whose values differ. Tensors are compared with
+    """Return a list of the keys that only one of two dicts has, or whose values differ. Tensors are compared with
     `torch.equal`."""
 
     def same(x: object, y: object) -> bool:
@@ -269,7 +269,8 @@ def in_gradient(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Ten
 def in_storage(
     make: Callable[[Tensor], Tensor], *, grads: bool = True, of: Callable[[Job], Tensor] = lambda job: job.first
 ) -> Callable[[Job], None]:
-    """Return a fault that replaces the data of a parameter and, if `grads` is True, of its gradient."""
+    """Return a fault that replaces a parameter's data and, if `grads` is True, its gradient with the results of
+    `make`."""
 
     def do(job: Job) -> None:
         p = of(job)

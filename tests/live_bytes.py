@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of all storages created while it is active. `now` is the current total, and
-    `peak` is the maximum total so far."""
+    """A dispatch mode that tracks the storages created while it is active. `now` is the total size in bytes of those
+    that still exist, and `peak` is the largest value of `now` so far."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -80,8 +80,8 @@ def _group_of(world: dist.ProcessGroup, number: int, ranks: tuple[int, ...], mak
 
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
-    """Set Megatron's process groups to those of the given parallel sizes, such as `expert_model_parallel_size=2`, and
-    unset them on exit."""
+    """Initialize Megatron's process groups with the given parallel sizes, such as `expert_model_parallel_size=2`, and
+    reset them on exit."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     import_megatron()
     with cuda_on_cpu(), warnings.catch_warnings():
@@ -303,7 +303,7 @@ class Job:
 
         Args:
             scale: The loss scale.
-            spoil: Whether one element of a gradient on rank 1 is infinite.
+            spoil: Whether to make one element of a gradient on rank 1 infinite.
         """
         self.optimizer.zero_grad()
         for model in self.models:

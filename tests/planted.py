@@ -380,8 +380,8 @@ class Fault:
     # Findings that an audit may report in addition to `names`, for example because they depend on which rank
     # orthogonalizes a matrix.
     also: set[str] = field(default_factory=set)
-    # If True, the audit finds the fault only in bitwise comparisons or only with the matmul dtype of `options`, so no
-    # other matmul dtype is tested.
+    # If True, the fault is tested only with the matmul dtype in `options`, because an audit with another dtype or
+    # without bitwise comparisons would not find it.
     exact: bool = False
     samples: int = 8
     dtype: torch.dtype = torch.float32

@@ -90,14 +90,14 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # Both methods are assumed to reach the same fraction of the peak rate. One end of the returned interval is
-    # therefore the ratio of the two lower time bounds, and the other end is the ratio of the two upper bounds.
+    # The standard form and the Gram form are assumed to reach the same fraction of the peak rate. The ends of the
+    # interval are therefore the ratio of their lower time bounds and the ratio of their upper time bounds.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 
 def extra_flops() -> Interval:
-    """Return the factor c in c d / B, which is the ratio of two FLOP counts: orthogonalizing a d x d matrix, and
-    training with this matrix on B tokens. Training takes 6 N B FLOPs for N parameters."""
+    """Return the factor c, as both ends of an interval, in the ratio c d / B of two FLOP counts: orthogonalizing a d x
+    d matrix, and training the matrix on B tokens. Training N parameters on B tokens takes 6 N B FLOPs."""
     d = 4096
     found = flops("standard", d, d, KELLER, torch.bfloat16, _GPU) / (6 * d * d) / d
     return found, found

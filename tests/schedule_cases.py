@@ -22,9 +22,9 @@ class ScheduleCase(NamedTuple):
         band: Smallest and largest singular value after the steps, to two decimal places. Before the steps, singular
             values are between 0.01 and 1.
         slope: Slope of the iteration at zero: the product of the linear coefficients of all steps.
-        errors: For each matrix of `spectra.SPECTRA`, the distance of the result from the polar factor, relative to the
-            polar factor (in the Frobenius norm, rounded up). Rounding errors are not included: tests add a bound for
-            them. Only the error of the square Gaussian matrix depends noticeably on the seed.
+        errors: For each matrix of `spectra.SPECTRA`, the result's relative distance from the polar factor, in the
+            Frobenius norm and rounded up. Rounding errors are not included: tests add a bound for them. Only the error
+            of the square Gaussian matrix depends noticeably on the seed.
         restarts: A pair (fp16, fp32) with the expected restarts of the Gram form in each of these dtypes. The fp16
             entry is either the number of restarts, or a tuple with the indices of the steps before which they occur.
             The fp32 entry is the number of restarts.
@@ -42,8 +42,8 @@ CASES = {
     # With 5 steps of "polar_express", the Gram form restarts at the step that Dao-AILab's autotuner chooses.
     ("polar_express", 5): ScheduleCase((0.87, 1.12), 976, (0.086, 0.098, 0.268, 0.087, 0.095), ((2,), 1)),
     ("polar_express", 6): ScheduleCase((1.0, 1.0), 1828, (0.00099, 0.0218, 0.155, 0.0011, 0.0013), (2, 2)),
-    # With 8 steps of "polar_express", some errors are 0.0, because the iteration has converged, and only fp64 rounding
-    # errors remain.
+    # After 8 steps of "polar_express", three of the five test matrices equal their polar factors up to fp64 rounding,
+    # so their `errors` are 0.0.
     ("polar_express", 8): ScheduleCase((1.0, 1.0), 6363, (0.0, 5.6e-5, 0.0089, 0.0, 0.0), (2, 2)),
     ("cans", 5): ScheduleCase((0.86, 1.11), 998, (0.079, 0.093, 0.263, 0.081, 0.081), (1, 1)),
     ("cubic", 5): ScheduleCase((0.81, 1.30), 114, (0.185, 0.243, 0.582, 0.410, 0.172), (1, 1)),
@@ -52,8 +52,8 @@ CASES = {
 
 
 def band(schedule: Callable[[Any], Any], s_min: float) -> tuple[float, float]:
-    """Return the smallest and the largest singular value after a schedule's steps, for singular values from `s_min` to
-    1 before the steps."""
+    """Return the smallest and the largest singular value after a schedule's steps, if singular values are between
+    `s_min` and 1 before the steps."""
     ends = ((s_min, 1.0), (math.log(s_min), 0.0))
     even, of_logs = (torch.linspace(*of, 200_001, dtype=torch.float64) for of in ends)
     out = schedule(torch.cat([even, of_logs.exp()]))

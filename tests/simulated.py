@@ -56,12 +56,12 @@ def quick_plans() -> Any:
     return mock.patch.object(planner, "_NUMS", (1, 4))
 
 
-# Layouts in which each replica orthogonalizes all matrices itself if the planner uses the rates of the machine PAIRS.
+# Layouts whose replicas each orthogonalize all matrices if the planner assumes the machine PAIRS.
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
 def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
-    """Return the part of a full tensor that each rank stores, keyed by rank."""
+    """Return a dict that maps each rank to the part of a full tensor that it stores."""
     return {rank: stored(of_rank, whole) for rank, of_rank in zip(layout.ranks, layout.held, strict=True)}
 
 
@@ -225,7 +225,7 @@ def planned(
     # indices of parameters whose matrices are exchanged in fp64, as if the parameters were fp64
     wide: Collection[int] = (),
 ) -> Plan:
-    """Plan a step on parameters with the given layouts and options."""
+    """Return the plan of a step on parameters with the given layouts and options."""
 
     def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
         sizes = [(m.rows, m.cols) for m in layout.view.matrices]

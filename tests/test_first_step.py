@@ -53,7 +53,7 @@ def _weights() -> list[nn.Parameter]:
 
 def _partition() -> Muon:
     """Return an optimizer for a parameter that DeepSpeed's `zero.Init` has partitioned. Such a parameter is an empty
-    placeholder without elements, so no plan can be made."""
+    placeholder, so no plan can be made."""
     param = nn.Parameter(torch.zeros(0))
     param.ds_shape = torch.Size((6, 4))  # type: ignore[attr-defined]
     return Muon([("layer.w", param)], lr=0.1)
@@ -191,9 +191,9 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
 
 
 def _before_fully_shard() -> tuple[list[str], list[str], list[str]]:
-    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return three lists of warnings that
-    this rank gets: in the first step, in the second step, and in a step of another optimizer. The only parameter of
-    that optimizer has no gradient and a single row, which rank 0 stores."""
+    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return three lists with this rank's
+    warnings: in the first step, in the second step, and in a step of another optimizer, whose only parameter has no
+    gradient. Rank 0 stores the single row of that parameter."""
     optimizer = Muon(model := _model(), lr=0.02)
     fully_shard(model)
     _backward(model, dist.get_rank())

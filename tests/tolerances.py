@@ -154,7 +154,8 @@ def steps_written_out(
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # returns a tensor of shape (rows, cols) in fp64
-    """Compute the Newton-Schulz steps directly from the formula, with every matmul rounded to `dtype`."""
+    """Return the result of the Newton-Schulz steps, computed directly from the formula with every matmul rounded to
+    `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
 
     def rounded(x: Tensor) -> Tensor:

@@ -33,6 +33,6 @@ CASES = {
     "hyperball": VariantCase((51, 72), {"variant_wrong"}),
 }
 TOGETHER = "muon_eq+normuon+hyperball"
-# LATER contains all variants except the three in TOGETHER, which tests name explicitly. All tests that use LATER
-# therefore cover new variants automatically.
+# Tests name the three variants in TOGETHER explicitly. LATER contains all other variants, so tests that use LATER cover
+# new variants automatically.
 LATER = tuple(name for name in CASES if name not in TOGETHER.split("+"))

@@ -82,7 +82,7 @@ _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def precision_flags(device: torch.device) -> dict[str, Any]:
-    """Read torch's global settings that affect the bits of matrix products on this type of device."""
+    """Return a dict with torch's global settings that affect the bits of matrix products on devices of this type."""
     matmul, flags = _EXACT.get(device.type, (None, {}))
     return {name: getattr(matmul, name) for name in flags}
 

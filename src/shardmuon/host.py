@@ -125,8 +125,8 @@ class Host:
     @staticmethod
     def caller(name: str, *packages: str) -> FrameType | None:
         """Return the innermost stack frame of a function with the given name in one of the given packages, or None if
-        there is none. Hosts use this method for frameworks without a public API that shows why they call the optimizer.
-        """
+        there is none. Hosts use this method to find out why a framework calls the optimizer, if the framework has no
+        public API for this."""
         if sys.modules.keys().isdisjoint(packages):
             return None
         frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code.co_name == name)

@@ -81,8 +81,8 @@ class Core:
         component: The ranks that took part in the last vote; None before the first vote.
         broken: Description of the failure that interrupted a step; None if no step has been interrupted.
         options: Reader of the groups' options, which caches them.
-        settled: Stored weight norms (state tensors of variant "hyperball") that need no further check. A step has
-            already checked them since they were created or loaded.
+        settled: Stored weight norms (state tensors of variant "hyperball") that need no further check, because a step
+            has checked them since they were created or loaded.
         hosts: Integrations with the frameworks that may call `step`.
         has_trained: True once some parameter has had a gradient in a step.
     """
@@ -222,7 +222,8 @@ class Core:
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
-        if isinstance(error, AuditError):  # skips the groups that a framework has not stepped yet
+        # after an AuditError, a framework does not step the remaining groups
+        if isinstance(error, AuditError):
             self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
         # after an earlier error, the connections to other ranks are already closed
@@ -247,7 +248,8 @@ class Core:
         return self.component if self.world == current_world() else None
 
     def refuse_torn(self) -> None:
-        """Raise ExchangeError if a step is in progress or was interrupted, so that the state may be half updated."""
+        """Raise ExchangeError if a step is in progress or was interrupted, because the state may then be half
+        updated."""
         if self.in_step:
             raise ExchangeError(
                 "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
@@ -399,8 +401,8 @@ class StepCall(TableCall[Binding]):
 
 
 def _trained(groups: Sequence[Group]) -> bool:
-    """Return True if any parameter has a gradient in this step, else warn and return False. Once the result has been
-    True, later steps skip this check."""
+    """Return True if any parameter has a gradient in this step. Otherwise, return False, and warn if this rank stores
+    part of a parameter. Once the result has been True, later steps skip this check."""
     params = [p for group in groups for p in group["params"]]
     if any(p.grad is not None for p in params):
         return True
@@ -756,8 +758,8 @@ class Muon(Core, Optimizer):
             hook(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore pickled or loaded state. Groups saved by torch.optim.Muon lack some options, which keep the values
-        that they have in this optimizer."""
+        """Restore the optimizer from a pickle or a loaded state dict. Options that a loaded group lacks, as in a state
+        dict of torch.optim.Muon, keep the values that they have in this optimizer."""
         mine = self.__dict__.get("param_groups", [])  # an optimizer that is being unpickled has no groups yet
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):

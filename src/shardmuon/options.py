@@ -332,8 +332,8 @@ class Settings:
             direction.
         stages: Operations that the group's variant of Muon adds to a step.
         view: Options that define which matrices a parameter contains (the keys of `VIEW_DEFAULTS`).
-        batch: String of the options that must be equal for all matrices of a batch, and on all ranks that share a plan.
-        planned: String of the options on which a plan depends: `batch`, `view`, and the group's process groups.
+        batch: The options that must be equal for all matrices of a batch, and on all ranks that share a plan, as text.
+        planned: The options on which a plan depends (`batch`, `view`, and the group's process groups), as text.
     """
 
     lr: float

@@ -97,7 +97,7 @@ class Norms:
         self.means = means.square_().mul_(1 / self._side)
 
     @property
-    def whole(self) -> Tensor:  # returns shape (B, 1)
+    def whole(self) -> Tensor:  # returns one norm per matrix, shape (B, 1)
         """The Frobenius norm of each matrix (not squared)."""
         if self._whole is None:
             assert self.means is not None, "one of the two is known"
@@ -129,7 +129,7 @@ def _line_norms(
     x: Tensor,  # shape (B, m, n), not modified
     dim: int,  # -1 for the norms of rows, -2 for the norms of columns
     out: Tensor | None = None,
-) -> Tensor:  # returns shape (B, m) or (B, n), at least fp32
+) -> Tensor:  # returns norms in at least fp32, shape (B, m) for rows, (B, n) for columns
     """Compute the Euclidean norms of rows or columns, accumulated in at least fp32.
 
     On CPUs, `vector_norm` is slow along a dim whose elements are not adjacent in memory: it takes five to ten times as
@@ -207,7 +207,7 @@ class AfterStage(Stage):
         # norms of the B matrices after multiplication by the factors of all earlier post-processing stages
         norms: Norms,
         kept: Tensor,  # the stage's state, shape (B, num_kept), fp32; updated in place
-    ) -> Tensor:  # (B, 1), or (B, L) if `of_lines`; in the dtype of the norms
+    ) -> Tensor:  # returns factors of shape (B, 1), or (B, L) if `of_lines`, in the dtype of the norms
         """Compute the factor by which each matrix or each line (row or column) is multiplied.
 
         Implementations must not wait for an accelerator. For an all-zero matrix, the factor must be finite, so that the
@@ -270,7 +270,7 @@ class WeightStage(Stage):
 
     def factor(
         self,
-        norm: Tensor,  # (N,), fp64: Frobenius norms of N whole matrices after the update, the same bits on every rank
+        norm: Tensor,  # (N,), fp64: Frobenius norms of N whole matrices after the update, bitwise equal on all ranks
         kept: Tensor,  # (N, 1), fp32: the stage's state, updated in place
     ) -> Tensor:  # returns one fp64 factor per matrix, (N,)
         """Compute the factor by which each matrix is multiplied; 1 leaves a matrix unchanged."""
@@ -300,11 +300,11 @@ class MuonEq(BeforeStage):
     """
 
     def run_(self, x: Tensor) -> None:
-        # This fast path for CPUs makes a step 3% faster on a model of width 384 with fp32 products.
+        # This fast path for CPUs makes a step 3% faster on a model of width 384 with fp32 matrix products.
         if x.device.type == "cpu":
             norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
-            if float(low) > _LOW and float(high) < _HIGH:  # False if any row norm is 0 or NaN
+            if float(low) > _LOW and float(high) < _HIGH:  # the condition is False if any row norm is 0 or NaN
                 x.mul_(norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
                 return
         _unit_anyway_(x)
@@ -322,7 +322,7 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x.div_(power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
-    norms = torch.empty(*x.shape[:2], 1, dtype=wide, device=x.device)  # a norm is 0 only for an all-zero row
+    norms = torch.empty(*x.shape[:2], 1, dtype=wide, device=x.device)  # 0 only for all-zero rows
     for matrix, found in zip(x.split(1), norms.split(1), strict=True):
         torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=wide, out=found)
     # The square root of the number of nonzero rows is computed as the norm of a vector, divided by `least`. The vector
@@ -366,7 +366,7 @@ class NorMuon(AfterStage):
         means = norms.means
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
-        floored = kept.to(means.dtype).clamp(min=1e-10)  # lower bound from nanochat
+        floored = kept.to(means.dtype).clamp(min=1e-10)  # nanochat uses the same lower bound
         # ||O||^2 and ||O'||^2 are sums over lines (rows or columns) of the mean squares, times a constant that cancels.
         restored = _over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()

@@ -243,9 +243,9 @@ class QKClip:
         equal parts.
 
         Returns:
-            Possible indices of this rank's part. The part is known only if there is exactly one index. If the query
-            weight is a DTensor in the forward pass, the indices come from its sharding, otherwise from the option
-            `tp_group` of the optimizer's parameter groups.
+            List of the possible indices of this rank's part. The part is known only if the list has exactly one entry.
+            If the query weight is a DTensor in the forward pass, the indices come from its sharding, otherwise from the
+            option `tp_group` of the optimizer's parameter groups.
         """
         rows = next(rows for rows in layer.rows if rows.num("q"))
         below = [below for below, (_, place) in holder.weights.items() if place.name == rows.weight]
@@ -349,7 +349,7 @@ def _largest_logits(
     return found.float()
 
 
-def _per_head(logits: Tensor) -> Tensor:  # shape (..., H, L, S) -> (H,); -inf if there are no logits
+def _per_head(logits: Tensor) -> Tensor:  # one maximum per head: (..., H, L, S) -> (H,); -inf if there are no logits
     each = logits.transpose(0, -3).flatten(1)
     return each.amax(dim=1) if logits.numel() else each.new_full((len(each),), -math.inf)
 
@@ -381,7 +381,7 @@ class _Watch(TorchFunctionMode):
     """Context manager that measures the logits of one attention layer (see [Note: where it is measured]).
 
     Args:
-        found: Callback that receives the largest logit of each head whenever a call is intercepted.
+        found: Callback that is called for each intercepted function call, with the largest logit of each head.
     """
 
     def __init__(self, found: Callable[[Tensor], None]) -> None:

@@ -74,7 +74,7 @@ class Rows:
         """Count the rows that have one of the given roles, such as "q" (queries), or all rows if no role is given."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
-    def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # one factor per row, shape (num(),)
+    def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # 1-D, one factor per row of the weight
         """Expand the scaling factors of heads to one factor per row of the weight.
 
         Args:

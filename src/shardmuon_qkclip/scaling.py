@@ -174,7 +174,8 @@ class Scaler(TableCall[_Bound]):
         self,
         measure: Callable[[], Mapping[str, Tensor]],  # returns a dict from layer name to a tensor of shape (num_heads,)
     ) -> None:
-        """Compute the largest logits over all ranks, as the input of `apply_`. Collective. Changes no weights.
+        """Compute the largest logits over all ranks, which `apply_` uses to scale the weights. Collective. Changes no
+        weights.
 
         Args:
             measure: Function that returns this rank's largest logits. The result may omit layers that were not
@@ -279,8 +280,8 @@ class Scaler(TableCall[_Bound]):
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
         """Merge the sets of ranks that store each layer's weights, and give each layer one slot per merged set in the
-        vector of largest logits (see [Note: who reduces]). `everyone` contains one dict from layers to ranks for each
-        rank."""
+        vector of largest logits (see [Note: who reduces]). `everyone` contains one dict per rank, which maps layers to
+        sets of ranks."""
         kept.slots = []
         for layer in sorted(set().union(*everyone)):
             connected: list[Ranks] = []
@@ -379,7 +380,7 @@ class Scaler(TableCall[_Bound]):
             )
 
     def _one_listed(self, target: _Target) -> Listed:
-        """Make a weight's entry in the layout table, which lists the elements that each rank stores.
+        """Return a weight's entry in the layout table, which lists the elements that each rank stores.
 
         Raises:
             ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.

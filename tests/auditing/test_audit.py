@@ -73,8 +73,8 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
 
 
 def _row(*values: Any, numeric: bool) -> Any:
-    """Make a pytest parameter set of `values`. If `numeric` is True, add the marker `numeric`, for tests whose result
-    can depend on the default matmul dtype."""
+    """Return a pytest parameter set with the given values. If `numeric` is True, add the marker `numeric`, for tests
+    whose result can depend on the default matmul dtype."""
     return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
 
 
@@ -261,13 +261,13 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 
 
 def _moved(held: Held, experts: int) -> Held:
-    """Return a copy of `held`, a piece of a stack of experts, that starts `experts` experts later in the storage."""
+    """Return `held`, a piece of a stack of experts, with its start in the local storage moved by `experts` experts."""
     return held._replace(local=(held.local[0] + experts, *held.local[1:]))
 
 
 def stacked() -> AuditReport:
-    """Audit the second step on a stack of experts whose rows are sharded over two ranks. As a planted fault, both ranks
-    swap the locations of the first two experts in the second rank's shard."""
+    """Return the audit report of the second step on a stack of experts whose rows are sharded over two ranks. As a
+    planted fault, both ranks swap the locations of the first two experts in the second rank's shard."""
     original = pieces._tiles_of
 
     def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
@@ -357,7 +357,8 @@ def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_lat
 
 def asked_where_nothing_is_shared() -> tuple[int, set[str] | None]:
     """Train a different expert on each rank, so that the ranks share no parameters, only the optimizer's process group.
-    Only rank 0 requests an audit."""
+    Only rank 0 requests an audit. Return the optimizer's number of steps, and the names of the audit's findings (None
+    on rank 1)."""
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
     optimizer = Muon(
         [{"params": [("w", weight)], "process_group": (), "tp_group": ()}], lr=0.02, process_group=dist.group.WORLD
@@ -376,8 +377,8 @@ def test_a_rank_that_shares_nothing_need_not_be_asked(world2: RankPool) -> None:
 
 
 def shared_by(pairs: list[tuple[int, int]], drifts: bool) -> AuditReport:
-    """Audit a step in which each pair of ranks in `pairs` shares one matrix. If `drifts` is True, rank 3 changes its
-    copy of the last matrix."""
+    """Return the audit report of a step in which each pair of ranks in `pairs` shares one matrix. If `drifts` is True,
+    rank 3 has changed its copy of the third matrix."""
     full = {at: torch.randn(8, 6 + at, generator=torch.Generator().manual_seed(at)) for at in range(len(pairs))}
     params = {at: nn.Parameter(full[at].clone()) for at, pair in enumerate(pairs) if dist.get_rank() in pair}
     optimizer = Muon([{"params": [(f"of {at}", p)], "process_group": pairs[at]} for at, p in params.items()], lr=0.02)
@@ -414,8 +415,8 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 def widened_unnoticed() -> AuditReport | None:
     """Take a step on ranks 0 and 1, which share a matrix. Then change the option `process_group` from these two ranks
-    to all four, and audit the next step. A patch hides the change from the optimizer, which therefore keeps its old
-    plan."""
+    to all four, and return the audit report of the next step (None on ranks 2 and 3, which do not take part). A patch
+    hides the change from the optimizer, which therefore keeps its old plan."""
     pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
     weight = nn.Parameter(torch.eye(6, 4))
     optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)

@@ -47,9 +47,9 @@ def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
 
 def eigen_bound(shape: Sequence[int], coefficients: Coefficients) -> float:
     """Return an error bound for Newton-Schulz steps that are computed in fp64 from the eigenvalues of the Gram matrix,
-    for a matrix of norm 1. Each singular value is the square root of an eigenvalue. If it is near zero, its error is as
-    large as the square root of the eigenvalue's error (see `polar_bound`). Each step multiplies this error by at most
-    its slope at zero."""
+    for a matrix of norm 1. Each singular value is the square root of an eigenvalue. The error of a singular value near
+    zero is as large as the square root of the eigenvalue's error (see `polar_bound`). Each step multiplies this error
+    by at most the slope of the step's polynomial at zero."""
     return math.prod(a for a, _, _ in coefficients) * (max(shape) * roundoff(torch.float64)) ** 0.5
 
 

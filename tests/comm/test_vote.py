@@ -72,7 +72,7 @@ def sets_of(family: Family, rank: int) -> tuple[Ranks, ...]:
 
 
 def drawn_family(chance: random.Random) -> Family:
-    """Return one to seven random sets of ranks. Each set contains two to four of eight ranks, which share
+    """Return one to seven random sets of ranks. Each set contains two to four of eight ranks. The ranks of a set share
     parameters."""
     return sorted({tuple(sorted(chance.sample(range(8), chance.randint(2, 4)))) for _ in range(chance.randint(1, 7))})
 
@@ -179,7 +179,8 @@ ALL = (0, 1, 2)
 
 def _most_bits() -> bool:
     """Vote with the largest allowed number of presence bits (each says whether a gradient exists) and with plan digests
-    that differ between ranks. Then check that an optimizer whose shards need more bits raises an error."""
+    that differ between ranks. Then check that an optimizer whose shards need more bits raises an error. Return whether
+    the optimizer's plan contains any matrices after a successful step."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)
@@ -254,8 +255,8 @@ def _raising(error: BaseException) -> None:
 
 
 SETS = {0: (ALL,), 1: (ALL, (1, 2)), 2: (ALL,)}
-# Each case gives a collective call on three ranks, the expected error text, and the ranks on which an exception in the
-# call caused the error.
+# Each case gives a collective call on three ranks, the expected error text, and the ranks whose own exception caused
+# the error.
 TALKS: dict[str, tuple[Callable[[int], object], str, tuple[int, ...]]] = {
     "nothing": (lambda rank: run_together(lambda: rank), "", ()),
     "one interrupt": (

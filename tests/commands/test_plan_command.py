@@ -101,7 +101,7 @@ def test_wrong_input_is_told_what_to_write(
     words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "transformers", None)  # With None in sys.modules, `import transformers` fails.
+    monkeypatch.setitem(sys.modules, "transformers", None)  # makes `import transformers` fail
     model = "import torch\nbuild = torch.nn.ModuleDict({'experts': torch.nn.Linear(4, 4)})"
     for name, text in {"there.json": "{}", "there.py": model, "gpu.yaml": "a: ["}.items():
         Path(name).write_text(text)

@@ -112,8 +112,8 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     (cells,) = rows_of(deepspeed_pools[3], "--layout", "zero3")
     assert cells["NS runs"] == cells["matrices"] == "58", cells
-    # A step on a single flat buffer runs three collectives: one vote, in which ranks agree on the step, and two
-    # exchanges. The table gives the total over all flat buffers.
+    # A step on one flat buffer runs three collectives: a vote, in which ranks agree on the step, and two exchanges. The
+    # table of `shardmuon verify` gives the sum over all flat buffers.
     assert int(cells["collectives"]) >= 3
     assert int(cells["bytes/rank"]) > 1000
 

@@ -186,7 +186,8 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 
 def _resumed(case: Case, folder: str, lost: bool = False) -> None:
     """Run three audited steps and save a checkpoint after the first. A second job loads the checkpoint, repeats the
-    last two steps, and must end with the same weights. If `lost` is True, NorMuon's state is deleted after loading."""
+    last two steps, and must end with the same weights. If `lost` is True, NorMuon's state is deleted after loading, so
+    the next step raises an error."""
     options = {"audit_every": 1, "variant": "normuon", **FP32}
     with started(case, **options) as job:
         for number in range(3):
@@ -307,7 +308,7 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_op
 
 @contextmanager
 def _heard() -> Iterator[list[Finding]]:
-    """Collect audit findings in a list instead of raising an AuditError, so that the step continues with the remaining
+    """Yield a list that collects audit findings. No AuditError is raised, so the step continues with the remaining
     parameter groups."""
     found: list[Finding] = []
     with mock.patch.object(AuditSchedule, "deliver", lambda schedule, report: found.extend(report.findings)):
@@ -324,8 +325,7 @@ def _audited(stage: int) -> None:
         for number, plant in enumerate((nullcontext, _halved)):
             with _heard() as found, plant():
                 job.train(number)
-            # The matrix "tiny" has only two elements. When its update is halved, the audit may therefore attribute the
-            # difference to another fault.
+            # The matrix "tiny" has only two elements, too few for the audit to tell a halved update from other faults.
             names = {finding.name for finding in found if finding.where != "tiny"}
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
@@ -351,9 +351,9 @@ def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsew
 
 
 def _unlike_model(stage: int, written: bool) -> None:
-    """Make a weight of the model differ from its fp32 master weight. If `written` is True, the model's weight is
-    changed, on rank 1 only. Otherwise, the master weight is changed. Steps must then raise an error until the user
-    follows the advice in the error message."""
+    """Make a weight of the model differ from its fp32 master weight. If `written` is True, change the
+    model's weight on rank 1. Otherwise, change the master weight. Steps must then raise an error until the user follows
+    the advice in the error message."""
     with started(Case(stage)) as job:
         import deepspeed
 
@@ -458,7 +458,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
             partial(_in_a_step, _adamw_raises),
             "ExchangeError: .*does not answer or ValueError: planted in AdamW",
         ),
-        # The audit in this case raises an error between the updates of two parameter groups, so the step is incomplete.
+        # The audit raises an error between the updates of two parameter groups, so the step is incomplete.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
         # When loading fails on rank 1, the other ranks must raise as well. Otherwise they would wait in DeepSpeed's own
         # collectives, or continue training with the loaded state.
@@ -528,8 +528,8 @@ def _faults_on_one_rank(stage: int) -> None:
     with started(Case(stage)) as job:
         job.step(0)
         for words, plant in OF_ONE_RANK:
-            # Discard the optimizer cores of DeepSpeed's flat buffers, so that the next step runs all checks of a first
-            # step again.
+            # Discard the optimizer cores that step DeepSpeed's flat buffers, so that the next step runs all checks of a
+            # first step again.
             vars(job.host).update(_flats={}, _unchecked=True, _num_stepped=0)
             with plant(job) if dist.get_rank() == 1 else nullcontext():
                 said = job.said(1)
@@ -538,8 +538,8 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            # Discard the optimizer cores of DeepSpeed's flat buffers, as loading a checkpoint does, so that the step
-            # repeats all of its preparations.
+            # Discard the optimizer cores that step DeepSpeed's flat buffers, as loading a checkpoint does, so that the
+            # step repeats all of its preparations.
             if host._num_stepped in (0, len(host._flats)):
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)

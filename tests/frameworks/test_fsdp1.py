@@ -101,8 +101,8 @@ def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
 
 
 def _nothing_here() -> tuple[bool, int]:
-    """Check one step on a 2 x 2 matrix on three ranks, where the last rank's shard is only padding. Return whether the
-    result is bitwise equal to the dense reference, and the number of elements stored on this rank."""
+    """Take a step on a 2 x 2 matrix on three ranks. The last rank's shard is only padding. Return whether the result is
+    bitwise equal to the dense reference, and the number of elements stored on this rank."""
     found = Comparison.with_dense(
         "fsdp1",
         table={"w": ParamCase((2, 2), "")},
@@ -285,8 +285,8 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
     world4: RankPool, world2: RankPool, tmp_path: Path
 ) -> None:
     world4.run(_saved_by, str(tmp_path))
-    # On 2 ranks, each kind of model loads the checkpoints of all kinds. On 4 ranks, the number of ranks that saved
-    # them, one checkpoint per kind is enough.
+    # The checkpoints were saved on 4 ranks. On 2 ranks, each kind of model loads the checkpoints of all kinds. On 4
+    # ranks, each kind loads only the checkpoint of one other kind.
     assert [
         *world2.run(_loaded_by, str(tmp_path), [*itertools.product(KINDS, KINDS)]),
         *world4.run(_loaded_by, str(tmp_path), [*zip(KINDS, KINDS[1:] + KINDS[:1], strict=True)]),
@@ -423,8 +423,9 @@ def _put_in_later(use_muon: bool) -> None:
 def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     world2: RankPool, call: Callable[..., None], case: Any, says: str
 ) -> None:
-    """All ranks must raise an error that says what to change. For example, FSDP1's flat parameters must be rejected
-    when the optimizer is constructed, and also if only one rank later puts them into a parameter group."""
+    """If FSDP1 is used in an unsupported way, all ranks must raise an error that says what to change. For example,
+    FSDP1's flat parameters must be rejected when the optimizer is constructed. They must also be rejected if one rank
+    puts them into a parameter group later."""
     assert_refused(world2, says, call, case)
 
 

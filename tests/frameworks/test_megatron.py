@@ -143,7 +143,8 @@ def test_weights_and_main_weights_get_the_dense_update(
 
 
 def _scaled(distributed: bool) -> None:
-    """Train in fp16: two steps, then a step that overflows on one rank and must be skipped, then two more steps."""
+    """Train five steps in fp16. The third step overflows on one rank and must be skipped. Check the loss scale after
+    each step."""
     scaler = {"initial_loss_scale": 2.0**10, "min_loss_scale": 1.0, "loss_scale_window": 2, "hysteresis": 1}
     with megatron():
         made = job({}, torch.float16, distributed, config=scaler)
@@ -318,7 +319,7 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Patch Megatron to behave as if TransformerEngine were installed (if `found` is True) or missing, because
+    """Return a patch that makes Megatron behave as if TransformerEngine were installed (if `found` is True) or missing.
     Megatron stores the step count in a different place in each case."""
     from megatron.core.optimizer import distrib_optimizer
 
@@ -396,8 +397,7 @@ def _load(
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        # Ranks whose rank numbers are equal modulo len(wanted) have the same parameters, and so the same expected
-        # weights.
+        # Ranks whose numbers are equal modulo len(wanted) have the same parameters.
         expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 

@@ -308,8 +308,8 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# Each case gives a function that plants a fault in a parameter, the ranks on which it is called (as a slice of the list
-# of ranks with a nonempty shard), and a pattern for the error message.
+# Each case gives a function that plants a fault in a parameter, the ranks on which this function is called (as a slice
+# of the list of ranks with a nonempty shard), and a pattern for the error message.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
     (partial(_shift, elements=-6), slice(-1, None), r"ranks \(.*\) store shapes .*leave a gap"),

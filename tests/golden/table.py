@@ -138,7 +138,7 @@ MISSING: dict[str, Mapping[int, slice]] = {
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
-# FSDP1's backward pass computes every gradient, so rows of the golden table with FSDP1 use only "all gradients".
+# FSDP1's backward pass computes every gradient, so rows of the golden table with FSDP1 have no missing gradients.
 FSDP1 = "fsdp1"
 # Even on a single rank, the layouts in ALONE differ from the layout "single", so rows of the golden table with these
 # layouts also run on one rank.

@@ -71,8 +71,8 @@ def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple
 
 
 def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
-    """Compare norms and clipped gradients with a single-process run. Return a message for each dtype and norm order
-    that differs."""
+    """Compare norms and clipped gradients with a single-process run. Return a message for each combination of dtype and
+    norm order whose results differ."""
     options = LAYOUTS[layout].options(dist.get_world_size())
     wrong = []
     for dtype, orders in runs.items():

@@ -31,9 +31,9 @@ def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
 
 
 def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
-    """For each case, shard a weight with tensor parallelism and then with FSDP2, and return whether its placements
-    describe exactly the elements that this rank stores. Cases on the same mesh share one module and one call to
-    `fully_shard`."""
+    """Shard one weight per case with tensor parallelism and then with FSDP2. Return, for each case, whether the
+    weight's placements describe exactly the elements that this rank stores. Cases on the same mesh share one module and
+    one call to `fully_shard`."""
     fulls = [torch.arange(float(rows * cols)).view(rows, cols) for (rows, cols), _, _ in cases]
     params: dict[str, torch.Tensor] = {}
     for mesh_shape in dict.fromkeys(mesh for _, mesh, _ in cases):

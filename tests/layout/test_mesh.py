@@ -30,9 +30,10 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 @given(st.data())
 @settings(max_examples=300)
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
-    """The split factors of mesh axes must determine the order in which the axes shard a dim. A later axis of the mesh
-    can come first, as when `fully_shard` shards tensor-parallel shards. The split factor of an axis is the number of
-    shards into which later axes had already split the dim. It also counts shards that have since been gathered."""
+    """The split factors of mesh axes must determine the order in which the axes shard a dim. For example, `fully_shard`
+    shards tensor-parallel shards, so the second mesh axis shards first. The split factor of an axis is the number of
+    shards into which later axes of the mesh had already split the dim, even if some of these shards have been gathered
+    since."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     # `order` lists the mesh axes in the order in which they shard the dim.
     order = data.draw(st.permutations(range(len(mesh))))
@@ -66,8 +67,8 @@ def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
 
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
-    """Local shards whose shapes contradict the placements must cause an error. In one case, the mesh axes shard 13 rows
-    from left to right, as in torch's distribute_tensor, which ignores the split factor of strided shards."""
+    """Local shards whose shapes contradict the placements must cause an error. In the first case, the mesh axes shard
+    13 rows from left to right, but the split factor in the placements says that they shard from right to left."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]
     left_to_right = [(len(shares[dp][tp]), 3) for dp in range(3) for tp in range(2)]

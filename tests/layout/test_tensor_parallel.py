@@ -81,8 +81,8 @@ UNEVEN = [(dim, sizes) for dim in (0, 1) for sizes in ((7, 0, 5, 0), (1, 2, 3, 1
 
 
 def _cut_in_every_way() -> None:
-    """Take a step on Megatron's strided shards, and on shards of arbitrary sizes whose only attribute is partition_dim.
-    Compare the results with a step on the full matrices."""
+    """Assert that a step on Megatron's strided shards, and on shards of arbitrary sizes whose only attribute is
+    partition_dim, gives the same results as a step on the full matrices."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def strided(dim: int, stride: int) -> Shard:

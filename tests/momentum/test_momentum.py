@@ -91,7 +91,7 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
     assert int(exact.sum()) >= 10 and int((~exact).sum()) >= 20
     gap = (high - low)[~exact]
-    # Over many repetitions, stochastic rounding must sometimes round each value down and sometimes up.
+    # Over many repetitions, stochastic rounding must round each value sometimes down and sometimes up.
     assert bool((gap > 0).all())
     # The two values to which a number is rounded must be adjacent bf16 numbers.
     assert torch.equal(torch.nextafter(low[~exact].to(BF16), high[~exact].to(BF16)).double(), high[~exact])

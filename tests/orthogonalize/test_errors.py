@@ -1,4 +1,4 @@
-"""Tests of the error of each schedule on five spectra (measured as the distance from the polar factor), and of the
+"""Tests of the error of each schedule (the distance of its result from the polar factor) on five spectra, and of the
 rounding error that each method and dtype adds."""
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ METHODS = ("standard", "gram", "torch")
     ("shape", "dtype", "size", "coefficients"),
     [
         *((shape, dtype, 0.01, KELLER) for shape in SHAPES for dtype in (FP32, BF16, FP64)),
-        # In some of the following cases, the norm of the matrix is so small that torch clamps it before dividing by it.
+        # The smallest of these matrices have a norm so small that torch clamps it before dividing by it.
         *(((9, 20), FP32, size, (OTHER,) * steps) for size in (1.0, 1e-8, 1e-12) for steps in (1, 3, 9)),
     ],
     ids=str,

@@ -45,14 +45,15 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
         out = outputs(found.triples, start, 1.0)
         # The band of a schedule consists of its smallest and largest output. The function `band` and this test compute
         # the band on different grids, which both contain the end points of the interval. A grid with spacing h misses
-        # an extremum by at most |f''| h^2 / 8, where f'' h^2 is estimated by second differences of the outputs.
+        # an extremum of the output f by at most |f''| h^2 / 8, where f'' h^2 is estimated by second differences of the
+        # outputs.
         missed = float(out.diff(n=2).abs().max()) / 8
         rounding = 8 * len(found.triples) * slope(found) * roundoff(torch.float64)
         pairs = zip(band(found, start), (float(out.min()), float(out.max())), strict=True)
         assert all(abs(a - b) <= missed + rounding for a, b in pairs)
-    # Let f be the composition of the polynomials of all steps. For a small s, f(s) / s is nearly the slope of f at 0.
-    # Each step adds a relative error of at most |b| / a times the square of its input, so the total error is at most
-    # s^2 slope^3.
+    # Let f be the composition of the polynomials a x + b x^3 + c x^5 of all steps. For a small s, f(s) / s is nearly
+    # the slope of f at 0. The term b x^3 of a step causes a relative error of about |b| / a times the square of the
+    # step's input, so the total error is at most s^2 slope^3.
     tiny = 1e-9
     share = float(outputs(found.triples, tiny, 2 * tiny, 2)[0]) / tiny
     assert_near(torch.tensor(share), torch.tensor(slope(found)), tiny**2 * slope(found) ** 3 + roundoff(torch.float32))

@@ -64,8 +64,8 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
-    """Return the planner's descriptions of all parameters in a random decoder on a random mesh, and the number of
-    shards per replica."""
+    """Return a pair: a `Spec` for each parameter of a random decoder on a random mesh, and the number of shards per
+    replica."""
     draw = random.Random(seed)
     d, layers = draw.choice([512, 1024, 2048, 4096]), draw.randint(4, 12)
     replicas, shards = draw.choice([1, 1, 2, 4, 8]), draw.choice([2, 4, 8, 16, 32])
@@ -97,7 +97,8 @@ _H100 = Hardware.load("h100")
 
 
 @pytest.mark.parametrize("seed", range(8))
-# The test does not need the reasons for an interval's width, and computing them would take a third of the test's time.
+# Skip the analysis of which uncertain factors widen a time estimate. The test does not need the result, and would spend
+# a third of its time on the analysis.
 @mock.patch.object(_Pricer, "reasons", mock.Mock(return_value=()))
 def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
     specs, _ = _job(seed)
@@ -192,8 +193,8 @@ SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 
 def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
-    """Plan for two replicas of two shards each. Return how many ranks orthogonalize each matrix, and the plan's text.
-    If `unlike` is True, rank 3 reports a different machine."""
+    """Make a plan for two replicas of two shards each. Return a list with the number of ranks that orthogonalize each
+    matrix, and the text of the plan. If `unlike` is True, rank 3 reports a different machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     placed = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in SHAPES]
     stamps = mock.patch.object(

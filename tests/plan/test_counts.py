@@ -57,8 +57,9 @@ def _node_of(rank: int) -> int:
 
 
 def _side(program: Program, splits: Sequence[int]) -> tuple[int, ...]:
-    """Return the bytes that a rank exchanges with ranks of its own node and of other nodes, and the number of ranks
-    with which it exchanges them. `splits` lists the number of elements exchanged with each rank of the bucket."""
+    """Return a tuple: the number of bytes that a rank exchanges within its node, the number of bytes that it exchanges
+    with other nodes, and the number of ranks with which it exchanges data. `splits` lists the number of elements
+    exchanged with each rank of the bucket."""
     sums = [0, 0, 0]
     for other, elements in zip(program.bucket.ranks, splits, strict=bool(splits)):
         across = _node_of(other) != _node_of(program.rank)

@@ -192,7 +192,7 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
     """Raise an exception on one rank in each function that runs before the ranks vote on the maximum logits, one
-    function for each call of `reduce`. Return the functions whose exception went unnoticed, and the number of
+    function for each call of `reduce`. Return descriptions of the exceptions that went unnoticed, and the number of
     exceptions that caused an error on all ranks. If `first` is True, the cached table of which ranks store which
     weights is deleted before each call."""
     join(store)
@@ -238,8 +238,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     _both_clip(job, twin, 0)
     held = [local_if_any(p).detach().clone() for p in job.specs]
     state = copy.deepcopy(job.optimizer.state_dict())
-    # A single rank does not vote, so exceptions are raised in the functions called by `apply_`, which scales the
-    # weights.
+    # A single rank does not vote, so on one rank, exceptions are raised in the functions that `apply_` calls to scale
+    # the weights.
     begin = "reduce" if dist.get_world_size() > 1 else "apply_"
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]

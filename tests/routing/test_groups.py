@@ -393,7 +393,7 @@ SAID: dict[str, Case] = {
 _NORMED = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
 _APART = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
 # Each case gives a module, the name of a parameter, the expected shapes of its matrices (none if the parameter goes to
-# AdamW), and the expected reason (not checked if empty).
+# AdamW), and the expected reason for the routing (not checked if empty).
 KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (nn.Conv2d(3, 8, 3), "weight", ((8, 27),), "convolution, 1 group"),
     (nn.Conv2d(1, 8, 3), "weight", ((8, 9),), ""),

@@ -333,7 +333,8 @@ def named_words() -> nn.Module:
 _QKV = 'linear, fused? if q, then k, then v: "m.qkv.weight": {"split_sizes": (8, 8, 8)}'
 _MLP = 'linear, fused? if gate, then up: "m.gate_up_proj.weight": {"split_sizes": (10, 10)}'
 _ENGINE = "transformer_engine.pytorch"
-# Each case gives a module and, for some of its parameters, the expected shapes of the matrices and the expected reason.
+# Each case gives a module and, for some of its parameters, the expected shapes of the matrices and the expected reason
+# for the routing.
 REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[tuple[tuple[int, int], ...], str]]]] = {
     "a name that other classes bear is not enough: LeViT keeps q, k and v head by head": (
         lambda: timm_attention("timm.models.levit"),

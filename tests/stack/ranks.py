@@ -125,7 +125,7 @@ def force_fsdp2() -> None:
 
 
 def _watching() -> Seen:
-    """Record every Muon step taken in this process, regardless of the caller."""
+    """Return a `Seen` that hooks update after every Muon step in this process, regardless of the caller."""
     import torch.optim.optimizer as hooks
 
     from shardmuon import Muon, audit

@@ -92,8 +92,8 @@ CPU = partial(
     momentum_dtype=torch.bfloat16,
     momentum_device="cpu",
 )
-# First steps are not audited, because the test clears the optimizer state before each of them, which an audit would
-# report. Plans are not audited, because an audit runs no code while a plan is made, and would only make each
+# First steps are not audited, because the test clears the optimizer state before each first step, and an audit would
+# report this. Plans are not audited either: an audit runs no code while a plan is made, and would only make each
 # undisturbed step several times slower.
 AUDITED = partial(INT8, audit_every=1)
 SAVED = partial(_made, _saved, momentum_dtype="int8")
@@ -218,15 +218,14 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    # Pass "_none" as `last`. No function has this name, so exceptions are raised in all functions that run before the
-    # last message exchange.
+    # No function is named "_none", so exceptions are raised in all functions that run before the last message exchange.
     return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
     """Raise exceptions in the functions of a call, one at a time. Return the names of all functions that the call
-    enters, the names of those in which an exception went unnoticed, and the number of exceptions that made all ranks
-    raise an error."""
+    enters, descriptions of the exceptions that went unnoticed, and the number of exceptions that made all ranks raise
+    an error."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
     _, jobs, what, _, stride = CASES[name]
@@ -241,8 +240,8 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         # after these calls are not compared. After a failed unscaling, gradients must be recomputed anyway. Clipping
         # may redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
-        # A step passes exceptions of the types in STAYS on to the caller as they are. These types are not tested for
-        # saving and loading, because torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt,
+        # A step passes exceptions of the types in STAYS on to the caller as they are. Saving and loading are tested
+        # without these types, because torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt,
         # in its own class.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]
         planted = known[len(name) % stride :: stride]

@@ -33,8 +33,8 @@ def test_the_plan_is_what_is_known() -> None:
 
 @pytest.mark.parametrize("given", [(0,), (), None], ids=str)
 def test_copies_and_pickles_take_every_attribute_of_the_constructor(given: tuple[int, ...] | None) -> None:
-    """Copied and pickled optimizers must have every attribute that the constructor sets, and must keep the process
-    group of a parameter group. Copies must have neither the plan nor any attribute that a user has added."""
+    """Copied and pickled optimizers must have every attribute that the constructor sets, and must keep the option
+    `process_group` of a parameter group. Copies must have neither the plan nor any attribute that a user has added."""
     options = {"method": "gram", "momentum_dtype": "int8"}
     optimizer = Job([{"params": [Spec("a", (6, 8))]}], **options).optimizer
     optimizer.prepare()

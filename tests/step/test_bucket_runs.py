@@ -55,7 +55,7 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
     groups = Muon(given_groups, lr=0.05, **options).param_groups
     plan = planned([layout for layout, _ in model], groups, policy=policy)
     ranks, dense = SimulatedRanks(plan, weights), DenseMuon(weights, groups)
-    with mock.patch.object(update_module, "_PORTION", portion):
+    with mock.patch.multiple(update_module, _PORTION=portion, _MANY=2):
         for step in range(3):
             grads = [None if step == 1 and i == 0 else torch.randn_like(w) for i, w in enumerate(weights)]
             for group in groups:

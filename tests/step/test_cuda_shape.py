@@ -96,12 +96,13 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # The tolerance counts the roundings of fifteen matmuls, whose elements are sums of at most 40 terms, and of
-            # the final values, which are sums of at most 40 x 16 squares.
+            # This tensor is state that the step has created. The tolerance counts the roundings of fifteen matmuls,
+            # whose elements are sums of at most 40 terms, and of the state, whose elements are sums of at most 40 x 16
+            # squares.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
-            # On each of the two devices, an AdamW update involves ten rounded operations. An update is about as large
-            # as lr.
+            # An AdamW update involves ten rounded operations on each of the two devices, the CPU and the simulated
+            # device. It is about as large as lr.
             assert_rounded(one, expected[name], roundings=20, scale=before[name].abs() + 2 * 0.05)
         else:
             for a, b, c in zip(*(t.view(-1, *t.shape[-2:]) for t in (one, expected[name], before[name])), strict=True):
@@ -185,8 +186,8 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
 
 
 def _on_ranks(options: dict[str, Any], placement: Placement) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Take two steps on the simulated device. Return this rank's shards, and the second step's host synchronizations
-    and copies to the device."""
+    """Take two steps on the simulated device. Return this rank's shards, a list of the host synchronizations in the
+    second step, and a list of the copies to the device in that step."""
     with CudaShape() as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         job = _made(lambda full: rows_on(mesh, placement)(_there(full)), **options)
@@ -459,6 +460,6 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
                 _count.__wrapped__(ranks, layers=1, **options)
             return
-        # The limits on launches are for 12 layers, so test faults that add launches with 12 layers.
+        # The launch limits are those of a 12-layer model, so use such a model to test faults that add launches.
         found, *_ = _count.__wrapped__(ranks, layers=12 if told == "launches" else 1, **options)
     assert found.launches.total() > BUDGETS["standard", 8] if told == "launches" else getattr(found, told)

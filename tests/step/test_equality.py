@@ -38,8 +38,8 @@ def _audited(layout: str, **given: Any) -> Comparison:
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
-    # TransformerEngine tests its own Muon with the options in the next four rows. Its other names for learning-rate
-    # scales are aliases of the scales tested in this file.
+    # TransformerEngine tests its own Muon with the options in the next four rows. TransformerEngine's other names for
+    # learning-rate scales are aliases of scales that are tested in this file.
     (Comparison.with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
     (Comparison.with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
     (
@@ -48,8 +48,8 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         {"adjust_lr_fn": "spectral", "nesterov": False},
     ),
     (Comparison.with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
-    # `_audited` also audits the step. The audit assembles the full matrices independently, and raises an error if the
-    # step differs from the audit's own computation on these matrices.
+    # Apart from the comparison, `_audited` runs an audit, which assembles the full matrices independently and raises an
+    # error if the step differs from the audit's own computation on these matrices.
     (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
         (Comparison.with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})

@@ -157,10 +157,10 @@ def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: st
     """On all ranks, gradients have placements that differ from those of their parameters. The step must redistribute
     these gradients.
 
-    In one case, the redistribution of the gradient is still in progress when the step starts, and the step runs under a
-    different default device. If gradients consist of partial sums, these are equal on all ranks of the mesh, and the
-    number of ranks is a power of two, so the sums are exact. At the end, an AdamW parameter must be updated on exactly
-    those ranks that have a gradient for it.
+    In one case, the step starts while gradients are still being redistributed, and runs under a different default
+    device. Gradients with Partial placements are summed exactly, because all ranks have equal terms and the number of
+    ranks is a power of two. At the end, an AdamW parameter must be updated on exactly those ranks that have a gradient
+    for it.
     """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))

@@ -38,8 +38,8 @@ def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, 
     assert world2.run(stepped_alone) == [fresh, fresh]
 
 
-# The layouts in KINDS run on 4 ranks with both matmul dtypes. The layouts in FEW run on 2 or 3 ranks with one dtype
-# only, because the matmul dtype does not change which rank orthogonalizes a matrix.
+# The layouts in KINDS run on 4 ranks, with bf16 and with fp32 matmuls. The layouts in FEW run on 2 or 3 ranks and with
+# only one matmul dtype, because the dtype does not change which rank orthogonalizes a matrix.
 KINDS = (
     "fsdp2",
     "ddp",

@@ -55,7 +55,8 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
-    """Take two steps and return the passes over a matrix in the second step. Passes made by matmuls are not counted."""
+    """Take two steps. Return the number of calls in the second step to each operation that reads or writes a whole
+    matrix. Matmuls are not counted."""
     job = Job([{"params": [Spec("w", (rows, cols))]}], weight_decay=0.0, **options)
     job.step(1)
     with Passes(rows * cols) as passes:
@@ -65,7 +66,7 @@ def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
 
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128)], ids=str)
 def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
-    """A step makes seven passes over a matrix, whether the matrix is wide or tall: two for momentum (the buffer and the
+    """Apart from matmuls, a step makes seven passes over a wide or a tall matrix: two for momentum (the buffer and the
     Nesterov update), and one each for the copy to the batch, the norm, the division, the copy back and the update of
     the weight. The shapes are multiples of the chunk size in which norms are computed, so that a norm is a single
     operation."""
@@ -240,8 +241,9 @@ def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turn
     for matrix in one_by_one.split(1):
         MuonEq().run_(matrix)
     _unit_anyway_(x)
-    # `few` is the allowed number of roundings: those of a sum of 40 squares, two square roots, their product, its
-    # reciprocal and the final product. In bf16, intermediate results are fp32, and their roundings are negligible.
+    # `few` is the allowed number of roundings: those of a sum of 40 squares, two square roots, their product, the
+    # reciprocal of this product, and the multiplication by the reciprocal. In bf16, intermediate results are fp32, and
+    # their roundings are negligible.
     few = 40 + 6 if dtype != BF16 else 2
     for found in (x, one_by_one):
         assert_rounded(found[:3], rows[:3], roundings=few, dtype=dtype)

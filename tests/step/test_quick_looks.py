@@ -119,8 +119,8 @@ VECTOR_CHANGES: dict[str, Change] = {
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
-    """Run the validation of gradients and optimizer state that precedes a step. Return a dict with everything that the
-    validation computes, or with the text of the error that it raises."""
+    """Run the validation of gradients and optimizer state that precedes a step. Return a dict that contains the
+    computed values (except `adamw`) or, if the validation raises an error, the text of the error."""
     binding = optimizer.binding
     assert binding is not None
     with torch.no_grad():

@@ -301,7 +301,7 @@ class Sequence:
 
     def save(self) -> None:
         """Save checkpoint files or copy the state dicts. Checkpoint files are saved only if all ranks have the same
-        parameters, as a checkpoint requires."""
+        parameters, because a checkpoint supports nothing else."""
         both = self.job.model, self.job.optimizer
         self.saved = copy.deepcopy(Kept(self.now.named, self.now.groups, self.now.away))
         if self.chance.random() < 0.3 and self.layout != "chain":
@@ -346,7 +346,7 @@ class Sequence:
         old, both = self.job.groups, (self.job.model, self.job.optimizer)
         self.job.model, self.job.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.job.replace(dict(self.job.model.named_parameters()))
-        # Copied optimizers drop the process groups of their parameter groups, so set them again.
+        # A copied optimizer stores only references to process groups, so set the original process groups again.
         for mine, theirs in zip(self.job.groups, old, strict=True):
             mine["process_group"] = theirs["process_group"]
 
@@ -487,8 +487,8 @@ ALONE = [*ANYWHERE, Sequence.interrupt_a_step, Sequence.audit_a_step, Sequence.r
 
 @quick_plans()
 def run(seeds: range, folder: Path, layout: str, length: int) -> None:
-    """Run one random sequence of events per seed, with a training step after each event. The first event is chosen by
-    the seed, so that consecutive seeds start with every possible event in turn."""
+    """Run one random sequence of events per seed, with a training step after each event. The seed determines the first
+    event, so that consecutive seeds start with different events."""
     known = ALONE if layout == "alone" else ANYWHERE
     for seed in seeds:
         job, told = Sequence(seed, folder / str(seed), layout), list[str]()

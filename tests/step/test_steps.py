@@ -22,8 +22,8 @@ from shardmuon.testing import RankPool
 @pytest.mark.parametrize(("kind", "used"), [("mesh", True), ("all", True), ("one alone", False)])
 @on_ranks(4)
 def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: str, used: bool) -> None:
-    """Exchanges must use the communicator and timeout of an existing process group. If one rank was given only a tuple
-    of ranks, all ranks of the tuple must create a new group instead."""
+    """Exchanges must use the communicator and timeout of an existing process group. If a rank passes only a tuple of
+    ranks as `process_group`, all ranks of the tuple must create a new group instead."""
     if kind == "mesh":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"]
         own = mesh.get_group()

@@ -19,8 +19,8 @@ CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), Fal
 
 
 def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
-    """Return the exchanges that a rank posts and waits for in one phase of a bucket, in the same order as in
-    `Bound.run`."""
+    """Return what a rank does in one phase of a bucket, in the order of `Bound.run`, as pairs of an operation ("post"
+    or "wait") and an exchange."""
     return {
         "begin": [("post", "gather")],
         "compute": [("wait", "gather"), ("post", "scatter")],
@@ -39,8 +39,8 @@ def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str,
 
 
 def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[int, list[Exchange]]]:
-    """Simulate the exchanges of a step on all ranks. Return whether all ranks finish without a deadlock, and the
-    exchanges that each rank has posted."""
+    """Simulate the exchanges of a step on all ranks. Return whether all ranks finish without a deadlock, and a dict of
+    the exchanges that each rank has posted, in order."""
     left: dict[int, list[tuple[str, str, int]]] = {}
     for rank in sorted({rank for of_bucket, _ in buckets for rank in of_bucket}):
         mine = [number for number, (of_bucket, _) in enumerate(buckets) if rank in of_bucket]

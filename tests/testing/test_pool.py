@@ -128,8 +128,8 @@ def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
 
 
 RAISED, HUNG, DIED = ("ValueError", True), ("TimeoutError", False), ("ChildProcessError", False)
-# Each case gives a function, its arguments, whether exceptions are caught, the failure expected on each rank (the error
-# class, and whether the rank returned), and a part of the error message.
+# Each case gives a function, its arguments, whether to call `run_catching` instead of `run`, the failure expected on
+# each rank (the error class, and whether the rank returned), and a part of the error message.
 FATAL: list[tuple[Callable[..., object], tuple[Any, ...], bool, dict[int, tuple[str, bool]], list[str]]] = [
     (fail_on, ((0, 2),), False, {0: RAISED, 2: RAISED}, ["2 of 3 ranks failed in test_pool.fail_on", PLANTED]),
     (fail_on, ((1,), "collective"), False, {0: HUNG, 1: RAISED, 2: HUNG}, ["after rank 1 failed", "dist.barrier()"]),
@@ -243,7 +243,8 @@ def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:
     for size in (5, 1, 6, 7):  # Requesting a pool is cheap: its ranks start only when it runs a function.
         RankPool.cached(size)
     assert RankPool.cached(1).run(os.getpid) == pids[1]
-    gc.collect()  # Mocks in earlier tests may have put the pool into reference cycles.
+    # Mocks in earlier tests may have put the pool into reference cycles, which only garbage collection frees.
+    gc.collect()
     assert wait_until(lambda: not any(map(is_running, pids[2])))
 
 

@@ -88,14 +88,14 @@ def _elsewhere(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", _ELSEWHERE)
 def test_nor_with_other_instructions_or_threads(name: str) -> None:
-    """Each matrix must have the same bits at every position in a batch, with two threads as well as with a restricted
-    set of CPU instructions."""
+    """Each matrix must have the same bits at every position in a batch, even with two threads or with a restricted set
+    of CPU instructions."""
     assert _elsewhere(name)[0][0] > 1_000 and _elsewhere(name)[0][1] == 0
 
 
 def test_packed_slots_would_be_found() -> None:
     """Negative control: if the matrices of a batch are packed without gaps and therefore not aligned to 64 bytes, some
-    matmul results must depend on the position in the batch, with restricted CPU instructions or with the full
+    matmul results must depend on the position in the batch, either with restricted CPU instructions or with the full
     instruction set."""
     assert _elsewhere("narrow")[1][1] or found_with(torch.get_num_threads(), 1, True)[1]
 

@@ -96,8 +96,8 @@ def test_bits_are_compared_not_values() -> None:
 ONE = torch.ones(4)
 # ABOVE exceeds 1 by eps. This is the error of two roundings, because eps is twice the unit roundoff.
 ABOVE = torch.nextafter(ONE, ONE + 1)
-# Each case gives the actual value, the expected value, options of the assertion, and the expected error text ("" if no
-# error is expected).
+# Each case gives the actual value, the expected value, keyword arguments of the assertion, and the expected error text
+# ("" if no error is expected).
 ROUNDED: list[tuple[Any, Any, dict[str, float], str]] = [
     (ABOVE, ONE, {"roundings": 2}, ""),
     (ABOVE, ONE, {"roundings": 1}, "allowed 1"),

@@ -53,8 +53,8 @@ def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: tor
     wanted = list(kept.double())
     arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard", torch.float64), *[torch.float64] * 6)  # type: ignore[arg-type]
     # The bound counts the roundings of a sum along a row and of a sum over the rows (one per term), three roundings of
-    # the state in each of four steps, and six others. The factor of 2 covers restoring the matrix norm, which takes the
-    # same number of roundings.
+    # the state in each of four steps, and six roundings in other operations. The factor of 2 covers restoring the
+    # matrix norm, which takes the same number of roundings.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)

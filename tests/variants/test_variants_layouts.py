@@ -17,15 +17,15 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, ParamCase
 from shardmuon.testing.pool import RankPool
 
-# One parameter for each way of storing matrices. Further parameters of other sizes would test nothing new, because
-# stages only see matrices and their rows or columns.
+# One parameter for each way of storing matrices. Parameters of other sizes would test nothing new.
 SEVERAL = ("few_rows", "tall", "odd_experts", "qkv", "one_col", "columns", "in_out_gate_up", "one_row")
 
 
 @quick_plans()
 def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float, str]:
     """Compare two optimizer steps with a single-process run. The first step creates the variant's state, and the second
-    step uses this state."""
+    step uses this state. Return whether the results are bitwise equal, the largest difference, and the parameter in
+    which it occurs."""
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
     found = Comparison.with_dense(layout, variant=variant, steps=2, **given, **(of_params or {"params": SEVERAL}))
     return found.bitwise, found.max_difference, found.worst

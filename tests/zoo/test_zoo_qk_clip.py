@@ -1,5 +1,5 @@
 """Tests of QK-clip on the attention layers of the transformers library: layers are found, measured logits equal those
-of the eager forward pass, and clipping bounds the logits. The tests need transformers: `make zoo`."""
+of the eager forward pass, and clipping bounds the logits. `make zoo` runs these tests, which need transformers."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def _logits(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: str, implementation: str) -> None:
-    """QK-clip must measure the same largest logits as an eager forward pass. After clipping, only the first layer's
-    logits are checked, because the input of this layer does not depend on any attention, so clipping multiplies these
-    logits by exactly QK-clip's gains."""
+    """QK-clip must measure the same largest logits as an eager forward pass. After clipping, only the logits of the
+    first layer are checked. The input of this layer does not depend on any attention, so clipping multiplies its logits
+    by exactly QK-clip's gains."""
     wanted, model = _logits(_make(name, "eager")), _make(name, implementation)
     tau = math.inf if name == "Qwen3" else float(wanted[0].max()) / 3
     num_groups = _HEADS.get(name, (4, 2))[1]

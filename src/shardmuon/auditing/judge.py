@@ -80,8 +80,8 @@ _TIMES = 3.0
 # Largest relative difference that can be allowed between an update and the reference. With a higher limit, a correct
 # update could not be distinguished from a wrong one.
 _BLIND = 0.5
-# Tolerance for singular values of an update outside the range that the reference predicts. Rounding changes singular
-# values, and increases the smallest ones most.
+# Distance by which the singular values of an update may lie outside the range that the reference predicts. Rounding
+# changes singular values, and increases the smallest ones most.
 _SLACK = 0.2
 # number of input elements that a perturbed run of the step moves to a neighboring floating-point number, to imitate a
 # different order of summation
@@ -193,8 +193,8 @@ class _Evidence:
     # --------------------------------------------------------------------------------------------- the dense step
 
     def run(self) -> None:
-        """Compute the dense reference step in the arithmetic of the audited step, and the orthogonalizer's result in
-        exact arithmetic."""
+        """Compute and store the dense reference step, in the arithmetic of the audited step, and the orthogonalizer's
+        result in exact arithmetic."""
         self.reference = Reference(self.fed, self.settings.coefficients, self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
         (self.dense,) = self.arithmetic.orthogonalized(self.fed[None])
@@ -237,8 +237,8 @@ class _Evidence:
 
     def shaken(self, shake: Callable[[Generator], _Run[_T]], count: int) -> list[_T]:
         """Return the results of `count` perturbed runs (see [Note: the shake]). The function `shake` prepares one run
-        with a seeded generator. Results are cached, so only new runs are computed. Runs are orthogonalized in batches,
-        but never more than one batch at a time, so that copies of a large matrix do not fill the memory."""
+        with a seeded generator. Results are cached, so only new runs are computed. Only one batch of runs is prepared
+        and orthogonalized at a time, so that copies of a large matrix do not fill the memory."""
         runs: list[_T] = self._runs[shake.__name__]
         size = batch_size(*self.shape, self.arithmetic.device or self.fed.device)
         for start in range(len(runs), count, size):
@@ -321,7 +321,8 @@ class _Evidence:
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
-        """Make a function that compares a difference with the differences that rounding causes (see [Note: the shake]).
+        """Make a function that measures a difference relative to the rounding error, which is estimated from perturbed
+        runs (see [Note: the shake]).
 
         Args:
             lengths: For each perturbed run, a tensor of shape (m,): the length of the difference from the unperturbed
@@ -330,8 +331,8 @@ class _Evidence:
             least: Smallest rounding error to assume along each left singular vector.
 
         Returns:
-            A tuple (measure, allowed). `measure` is a function that returns the size of a difference relative to the
-            differences that rounding causes. `allowed` is the largest value of `measure` that rounding can explain.
+            A tuple (measure, allowed). `measure` is the function. `allowed` is the largest value of `measure` that
+            rounding can explain.
         """
         own, shaken = _lengths(expected), torch.stack(list(lengths))
         floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
@@ -364,8 +365,8 @@ class _Evidence:
         of_results = itertools.chain(_of_lengths(self), _of_blocks(self), _of_others(self, others))
         stepped = ((guess, text, self.stepped(result, self.step.factor).after) for guess, text, result in of_results)
         for guess, text, after in itertools.chain([frozen], _of_stages(self), stepped):
-            # If several simulated faults leave less than 3% of the wrong update unexplained, the first of them wins,
-            # because all parts below 3% count as 3%.
+            # An unexplained part below 3% counts as 3%. So if several simulated faults leave less than 3% of the wrong
+            # update unexplained, the first of them wins.
             left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)
             if left < least and (after.norm() - norm).abs() <= most:
                 least, name, found = left, guess, text
@@ -607,8 +608,8 @@ def _of_stages(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_lengths(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses (simulated faults) in which the update has the right direction but a wrong length, or is
-    clamped."""
+    """Yield guesses (simulated faults) in which the update has the right direction but the wrong length, or in which
+    its elements are clamped."""
     rows, cols = e.shape
     for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
         scale = lr_scale(e.settings.adjust_lr_fn, m, n)

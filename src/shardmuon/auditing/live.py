@@ -212,8 +212,8 @@ class StepAudit:
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
     def _elements(self, number: int, matrix: int) -> _Elements:
-        """Read the elements of each quantity of a matrix (such as its weights) that this rank sends to the rank that
-        judges the matrix."""
+        """Read those elements of a matrix's weights, momentum and other quantities that this rank sends to the rank
+        that judges the matrix."""
         found = {}
         for what, layout, stored in self._stored(number):
             part = _sent_by(layout, matrix, self._rank)
@@ -324,8 +324,8 @@ class StepAudit:
         )
 
     def _count_runs(self) -> None:
-        """Compare the number of matrices that this rank orthogonalized in the step with the number that the plan
-        assigns to it."""
+        """Record a finding if the number of matrices that this rank orthogonalized in the step differs from the number
+        that the plan assigns to it."""
         found, states = self._optimizer.traffic.orthogonalized - self._ran, self._proposal.states
         planned = sum(
             states[i.param] != GradientState.NONE and self._rank in i.owners for i in self._binding.plan.items
@@ -393,15 +393,15 @@ class _Part(NamedTuple):
     places: Tensor
 
     def select(self, storage: Tensor) -> Tensor:  # (n,)
-        """Read the matrix's elements from a local tensor of the rank, which contains weights, gradients, momentum, or
-        values that a Muon variant stores."""
+        """Read the matrix's elements from `storage`, a local tensor of the rank. It contains weights, gradients,
+        momentum, or values that a Muon variant stores."""
         indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
         found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
         return torch.cat([storage.new_empty(0), *found])
 
 
 def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
-    """Find the elements of matrix `number` in the pieces of the tensor that a rank stores (`held`)."""
+    """Find the elements of matrix `number` in `held`, the pieces of the parameter that a rank stores."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
         box = piece if isinstance(piece, Box) else piece.box or Box((0,) * len(view.shape), view.shape)

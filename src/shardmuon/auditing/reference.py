@@ -1,8 +1,9 @@
 """Compute the step of one whole (unsharded) matrix, once in the arithmetic of the audited step and once in exact
 arithmetic.
 
-In the same arithmetic, a correct audited step can differ from the dense step only by rounding, because a product can be
-rounded differently at another position in a batch (see [Note: equal bits in batches] in orthogonalize/__init__.py).
+Computed in the same arithmetic, the dense step can differ from a correct audited step only by rounding: a product can
+be rounded differently at a different position in a batch (see [Note: equal bits in batches] in
+orthogonalize/__init__.py).
 Both steps use the same orthogonalizer, so only a comparison with exact arithmetic (`Reference`) can find a fault in the
 orthogonalizer. This module does not use the code that plans a step, fills buckets, exchanges tensors or updates the
 momentum and the weights. Variants such as NorMuon add operations, called stages, to a step. This module's formulas for
@@ -112,8 +113,8 @@ class Arithmetic:
         return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(self.wire)
 
     def prepared(self, fed: Tensor) -> Tensor:  # (rows, cols)
-        """Transform the orthogonalizer's input with the operations that the Muon variant runs before the
-        orthogonalizer. The code is the same as in the audited step."""
+        """Apply the operations that the Muon variant (such as MuonEq) runs before the orthogonalizer, with the same
+        code as the audited step."""
         before = [stage for stage in self.settings.stages if isinstance(stage, BeforeStage)]
         if before:
             fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
@@ -184,7 +185,7 @@ class Arithmetic:
         before: Tensor,  # (rows, cols) weights
         update: Tensor,  # (rows, cols) update, rounded to the dtype `wire`
         scale: float,
-    ) -> Tensor:  # (rows, cols), the weights' dtype
+    ) -> Tensor:  # (rows, cols), in the weights' dtype
         """Compute the weights after an update, with the same weight decay and rounding as in the audited step."""
         s, weights = self.settings, before.to(self.weights)
         if self.choice.method == "torch" and self.rounding is None and not s.cautious:
@@ -212,7 +213,7 @@ class Arithmetic:
         # (rows, cols) fp64 expected update, used to decide whether an element decayed if rounding hides the decay
         expected: Tensor,
     ) -> Tensor:
-        """Recover a step's update from the weights before and after the step: (decayed before - after) / lr / scale."""
+        """Recover a step's update from the weights before and after it: (decay * before - after) / (lr * scale)."""
         alpha = self.settings.lr * scale
         decayed = (before * self._decay_factor).sub_(after).div_(alpha)
         if not self.settings.cautious:
@@ -304,7 +305,7 @@ class Reference:
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """Express a matrix, or its transpose if `tall` is True, in the basis `vectors`: the left singular vectors of
-        the matrix for which this object was made. The result has the dtype of the argument."""
+        the matrix for which this object was made. The result has the dtype of `matrix`."""
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)

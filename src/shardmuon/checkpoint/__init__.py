@@ -1,4 +1,4 @@
-"""Save and load whole jobs with any sharding and number of ranks, and validate state dicts.
+"""Save and load the model and the optimizer of a job with any sharding and number of ranks, and validate state dicts.
 
 This package may import the package `step` and all packages that `step` may import. Users import this package
 with `from shardmuon import checkpoint`.

@@ -161,7 +161,7 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
 
 
 def _members(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> list[list[str]]:
-    """List the names that the parameters of each of the optimizer's groups have in the model.
+    """Return one list for each of the optimizer's groups: the names of the group's parameters in the model.
 
     Raises:
         ValueError: A group has a parameter that is not in the model.
@@ -334,11 +334,11 @@ def _as_global(
     state: Mapping[str, Mapping[str, Any]],  # dict from parameter name to a dict of its optimizer state
     table: Table,  # layouts of all parameters whose shards are plain tensors
 ) -> dict[str, Any]:
-    """Replace every plain-tensor shard in the weights and the optimizer state to save with a `_Shard`, which records
-    the shard's position in the whole tensor ([Note: plain shards]).
+    """Convert shards that are plain tensors in the weights and the optimizer state to `_Shard`s, which record the
+    position of a shard in the whole tensor ([Note: plain shards]).
 
     Returns:
-        {"model": weights, "optimizer": {"state": state}}.
+        {"model": weights, "optimizer": {"state": state}}, with copies of the dicts.
     """
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):
@@ -432,8 +432,8 @@ class _Planner(DefaultLoadPlanner):
     before torch.distributed.checkpoint unpickles them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value that is not a tensor as torch.distributed.checkpoint does, but first check that unpickling runs
-        no code.
+        """Load a non-tensor value in the same way as torch.distributed.checkpoint, but first check that unpickling it
+        runs no code.
 
         Raises:
             ValueError: The value contains types that `torch.load(weights_only=True)` rejects.

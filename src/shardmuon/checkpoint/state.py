@@ -284,6 +284,6 @@ def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.d
     if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
-    # `state_storage` raises ValueError if the shape or placement of the saved tensor differs from the parameter's
+    # `state_storage` raises ValueError if the saved tensor and the parameter differ in shape or placement
     state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)

@@ -548,8 +548,8 @@ def refuse_unlike(
     text: Callable[[Ranks, list[Any]], str],
     fault: Fault,
 ) -> None:
-    """Raise Refused on every rank if data that must be equal on all ranks of a set differs between them. Collective
-    over all ranks in `everyone`.
+    """Raise Refused on every rank if the ranks of any set disagree on data that must be equal on all of them.
+    Collective over all ranks in `everyone`.
 
     Args:
         everyone: Dict from each connected rank to a dict with the rank's digests (hashes). The inner dict has one

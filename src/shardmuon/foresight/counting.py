@@ -298,7 +298,7 @@ def _sides(
         nodes: Index of the node of each rank in `ranks`.
 
     Returns:
-        Two lists with one element per rank, in the order of `ranks`: what the rank sends, and what it receives.
+        A pair of lists in the order of `ranks`: the bytes that each rank sends, and the bytes that each rank receives.
     """
     num, columns = len(ranks), zip(*more, strict=True) if more else ((), (), ())
     source, target, size = (np.concatenate([one, _ints(new)]) for one, new in zip(messages, columns, strict=True))

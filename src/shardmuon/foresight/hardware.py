@@ -47,8 +47,8 @@ from shardmuon.orthogonalize import batch_size
 #   adamw: The fused kernel reads the parameter, the gradient and both moments, and writes all except the gradient.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 # Number of kernel launches in five Newton-Schulz steps on a batch (or on one matrix, if the method does not batch
-# matrices), by orthogonalization method. They were counted with a TorchDispatchMode, ignoring views. The time of the
-# launches is a lower bound on the estimated time, which matters for small matrices.
+# matrices), by orthogonalization method, as counted with a TorchDispatchMode that ignores views. The estimated time of
+# a product is at least the time of its launches, which matters for small matrices.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 # Meaning and unit of each number in a hardware file. A key is either the name of a number or the first words that the
@@ -216,7 +216,7 @@ class Hardware:
 
     @property
     def gpus_per_node(self) -> int:
-        """Number of ranks on one node, which are connected by fast links."""
+        """Number of ranks on one node. Fast links connect these ranks."""
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
@@ -261,7 +261,7 @@ class Rates:
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        # The smallest value of a time is its best value; the largest value of a rate is its best value.
+        # For a time, the smallest value is the best. For a rate, the largest value is the best.
         is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))
         return found if is_time else found[::-1]
 
@@ -362,7 +362,8 @@ class Rates:
 
 
 def _parse(data: Any, where: str) -> Hardware:
-    """Validate and convert the contents of a hardware file. `where` is the file's name, for error messages.
+    """Validate the contents of a hardware file, and convert them to a `Hardware`. `where` is the file's name, for error
+    messages.
 
     Raises:
         ValueError: The contents are incomplete or wrong. The message lists the faults.

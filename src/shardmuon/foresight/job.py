@@ -488,7 +488,7 @@ class _RankClass:
 
     @property
     def count(self) -> int:
-        """Number of ranks in the class."""
+        """Number of ranks in this class (a set of ranks that do equal work)."""
         return len(self.ranks)
 
     @property

@@ -65,8 +65,9 @@ def load_model(model: str | nn.Module, meta: bool = True) -> tuple[str, str, nn.
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    """Load the data of all presets, by name. The keys of a preset's data are title, source, published_parameters,
-    active_parameters (only for models with experts), published_at, and config (the sizes that `build` takes)."""
+    """Load the data of all presets, as a dict from preset name to data. The keys of a preset's data are title, source,
+    published_parameters, active_parameters (only for models with experts), published_at, and config (the sizes that
+    `build` takes)."""
     folder = Path(__file__).parent / "data" / "models"
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
@@ -156,10 +157,10 @@ def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make]) -> nn.Mo
 
     Args:
         shapes: Dict from parameter name to shape, in the model's order.
-        kinds: Dict from module name to a function that creates the module from the shape of its first parameter. For a
-            module that is not in the dict, the parameter determines the type. A 2-D parameter is put into an embedding
-            if the module's name contains "embed" or is "wte" or "wpe", and otherwise into a linear layer. A 1-D
-            parameter is put into an RMSNorm if the module's name contains "norm".
+        kinds: Dict from module name to a function that creates the module from the shape of its first parameter. A
+            module that is not in the dict becomes an embedding if it has a 2-D parameter and its name contains "embed"
+            or is "wte" or "wpe"; a linear layer if it has any other 2-D parameter; and an RMSNorm if it has a 1-D
+            parameter and its name contains "norm".
     """
     root = _bare(_type("Model"))
     for name, shape in shapes.items():
@@ -346,8 +347,8 @@ def build(sizes: Mapping[str, Any]) -> nn.Module:
     """Build the modules of a decoder-only model on the meta device, without `forward` methods. Parameters have the same
     names and shapes as in Hugging Face's models, except that experts are stacked as in torchtitan.
 
-    The class name of a module can determine whether Muon or AdamW updates its parameters, and how they are split into
-    matrices. Such a module gets the class name that Hugging Face or torchtitan uses.
+    For some modules, the class name determines whether Muon or AdamW updates the parameters, and how the parameters are
+    split into matrices. These modules get the class names that Hugging Face or torchtitan uses.
 
     Args:
         sizes: Dict with the keys vocab_size, hidden_size, num_hidden_layers, num_attention_heads and, optionally, the

@@ -160,7 +160,7 @@ class Price:
     """Estimated time of one optimizer step on one kind of machine.
 
     Attributes:
-        step: Seconds that `optimizer.step()` takes on the slowest rank.
+        step: Seconds that `optimizer.step()` takes on the slowest rank, as an interval.
         rank: The slowest rank. If several ranks are equally slow, the lowest of them.
         parts: Seconds that the slowest rank spends on each activity: matrix products, memory passes, AdamW, work on the
             CPU, the vote before the step, and waiting for exchanges.
@@ -275,7 +275,7 @@ class _Pricer:
         _phases: For each bucket, a tuple of the key that its ranks share (None if they exchange nothing) and a nested
             dict from phase to uncertain factor to seconds. Exchanges that the bucket does not need are left out of the
             dict.
-        _adamw: Seconds that AdamW takes on each class.
+        _adamw: Seconds that AdamW takes on a rank of each class.
     """
 
     def __init__(self, exact: Exact, rates: Rates) -> None:
@@ -300,9 +300,9 @@ class _Pricer:
         self._adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
-        """Simulate an optimizer step and return one timeline per class of ranks. `pick` selects a value for each
-        uncertain factor. If `stage` is given, simulate only this pipeline stage, which is possible because the
-        optimizer does not exchange data between pipeline stages."""
+        """Simulate an optimizer step and return one timeline per class of ranks (ranks that do equal work). `pick`
+        selects the best, middle or worst value of each uncertain factor. If `stage` is given, simulate only this
+        pipeline stage, which is possible because the optimizer does not exchange data between pipeline stages."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
         return Course.simulate(
@@ -341,12 +341,12 @@ class _Pricer:
         return tuple(sorted(found, key=lambda row: -row[2]))
 
     def parts(self, number: int, waited: Sequence[float]) -> dict[str, Time]:
-        """Sum the seconds that a class of ranks spends on each activity.
+        """Return the seconds that a rank of a class spends on each activity, as a dict from activity to `Time`.
 
         Args:
             number: Index of the class.
-            waited: Seconds that the class waits for exchanges, with all uncertain factors at their best, middle and
-                worst values.
+            waited: Three numbers: the seconds spent waiting for exchanges if all uncertain factors have their best,
+                middle or worst values.
         """
         phases = [item for n in self._held[number] for item in self._phases[n][1].items() if item[0] not in _EXCHANGES]
 
@@ -408,8 +408,8 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            # A bucket (group of matrices) is exchanged by n ranks. Each of them adds 1/n, so `members` is the number of
-            # such groups of n ranks.
+            # Each of the n ranks that exchange a bucket (group of matrices) adds 1/n, so `members` counts these groups
+            # of n ranks.
             members[key] += rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
@@ -493,7 +493,7 @@ _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_MANY = 12  # maximum number of rows in the report's lists of ranks and extrapolated numbers
+_MANY = 12  # maximum number of rank rows, and of extrapolated numbers, in the report
 
 
 class _Section(NamedTuple):
@@ -518,7 +518,7 @@ def _size(value: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a count; 70.6 billion becomes "70.6 B"."""
+    """Format a count, for example 70.6 billion as "70.6 B"."""
     return f"{value:,.0f}" if value < 1e6 else _scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
@@ -641,7 +641,7 @@ _PHASES = {
 def _lanes(events: Sequence[Event]) -> list[int]:
     """Assign each event to a lane, that is, a horizontal row of the timeline. Lane 0 is for computation, and all other
     lanes are for exchanges. Exchanges that overlap in time are assigned to different lanes."""
-    free: list[float] = []  # times at which the timeline's rows for exchanges become free
+    free: list[float] = []  # end time of the last event in each exchange lane of the timeline
     found = []
     for event in events:
         lane = 0

@@ -128,7 +128,7 @@ class _Flat(Core):
         group: Mapping[str, Any],
         named: Sequence[tuple[str, Tensor]],
         flat: Tensor,
-        zero3: Any,  # DeepSpeed's optimizer with ZeRO stage 3; None with other stages
+        zero3: Any,  # DeepSpeed's ZeRO stage 3 optimizer; None with other ZeRO stages
     ) -> None:
         super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
         params, names = [p for _, p in named], {id(p): name for name, p in named}
@@ -333,9 +333,9 @@ class _DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. In
-        that mode, the first call to `step` comes from DeepSpeed's function `initialize_optimizer_states`, which only
-        creates state."""
+        """Return the function `_refuse_copies`, which raises an error, if DeepSpeed runs ZeRO stage 0 in half
+        precision. Otherwise, return None. In half precision at stage 0, the first call to `step` comes from DeepSpeed's
+        function `initialize_optimizer_states`, which only creates state."""
         return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
@@ -488,7 +488,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list
     Args:
         flat: Tensor that DeepSpeed put into a group of the optimizer.
         params: Model parameters that the group contained originally.
-        zero3: DeepSpeed's optimizer with ZeRO stage 3; None with other stages.
+        zero3: DeepSpeed's ZeRO stage 3 optimizer; None with other ZeRO stages.
 
     Returns:
         This rank's slices of all trainable parameters in the flat buffer's group (with stage 3, in its sub-group), and
@@ -709,7 +709,7 @@ def _refuse_swaps(parts: Sequence[tuple[str, _Slice, Tensor]], zero3: Any) -> No
 
     Args:
         parts: Parts of the parameters in a flat buffer that DeepSpeed swaps to files, as in `_Flat.parts`.
-        zero3: DeepSpeed's optimizer with ZeRO stage 3.
+        zero3: DeepSpeed's ZeRO stage 3 optimizer.
     """
     least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
     for name, part, _ in parts:

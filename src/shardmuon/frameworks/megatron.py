@@ -255,7 +255,7 @@ def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
 
 def _of_experts(rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
     """Copy overrides for experts, whose tensor-parallel group differs from that of dense parameters. The copies match
-    only experts and set the experts' group. A last override sets this group for experts that no other copy matches."""
+    only experts and set the experts' group. A final override sets this group for all experts that no copy matches."""
 
     def fits(name: str, param: Tensor, module: nn.Module, rule: Rule) -> bool:
         return _is_expert(param) and rule.fits(name, param, module)
@@ -316,7 +316,7 @@ def _routed(
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
             for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
-                with about(name):  # `_flat_shard` checks the tensor-parallel attributes of `p`
+                with about(name):  # this call only checks the tensor-parallel attributes of `p`
                     _flat_shard(p, 0, None, _tp(groups, expert))
     return out
 
@@ -361,7 +361,7 @@ def _aligned(
 def _wrapped(
     config: Any, muon: Muon, groups: Any, expert: bool, chunks: Sequence[nn.Module], shared: Mapping[str, Any] | None
 ) -> Any:
-    """Wrap an optimizer in Megatron's wrapper class.
+    """Wrap an optimizer in the Megatron class that the config selects.
 
     Args:
         config: Megatron's `OptimizerConfig`.
@@ -369,8 +369,8 @@ def _wrapped(
         groups: Megatron's process groups.
         expert: True for the experts' optimizer.
         chunks: Model chunks.
-        shared: Process groups of the distributed optimizer, by Megatron's names. None without the distributed
-            optimizer; every replica then has the complete main weights.
+        shared: Process groups for the distributed optimizer, as a dict with Megatron's names as keys. None: the
+            distributed optimizer is not used, and every replica has the complete main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:
@@ -436,8 +436,8 @@ def _fill_state(optimizer: Muon, config: Any = None) -> None:
 
 
 class _WholeHost(Host):
-    """Integration with the Megatron wrappers that give every replica the complete main weights. The state that a
-    variant stores for each matrix is saved in the groups.
+    """Integration with the Megatron wrappers that give every replica the complete main weights. The state that a Muon
+    variant stores for each matrix is saved in the parameter groups.
 
     Args:
         elsewhere: True if the parameters of some ranks differ from those of rank 0. Megatron's `sharded_state_dict`
@@ -509,11 +509,10 @@ class _ShardHost(_Unfinished):
         self._restore(core, count)
 
     def _checked(self, core: Any, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Check the groups of a state dict, and return the state that they contain.
+        """Check the groups of a state dict, and return the Muon variant's state and the step count that they contain.
 
         Returns:
-            The Muon variant's state, as a dict from parameter name to the state of the parameter's matrices; and the
-            step count.
+            A pair: a dict from parameter name to the variant's state for the parameter's matrices, and the step count.
 
         Raises:
             ValueError: The groups have different step counts, or steps have been taken but state that the variant needs
@@ -618,7 +617,7 @@ def _distributed_optimizer(
     """
     made = [list(group["params"]) for group in muon.param_groups]
     muon.hosts.insert(0, _Unfinished())
-    with torch.no_grad():  # With gradients enabled, shards of fp32 parameters would not be leaf tensors.
+    with torch.no_grad():  # With grad mode enabled, shards of fp32 parameters would not be leaf tensors.
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
     whole = chain.from_iterable([*wrapped.model_fp32_groups, *wrapped.model_float16_groups])
     parts = chain.from_iterable([*wrapped.shard_fp32_groups, *wrapped.shard_fp32_from_float16_groups])

@@ -187,8 +187,8 @@ def _uncounted(param: Any) -> str | None:
 
 
 def _mark(storage: Tensor, offsets: list[int]) -> None:
-    """Attach to a state tensor's local storage the offsets of this storage in the global tensor.
-    torch.distributed.checkpoint then uses these offsets instead of the placements."""
+    """Record, as attributes of a state tensor's local storage, that the storage begins at index `offsets` of the global
+    tensor. torch.distributed.checkpoint then uses these attributes instead of the placements."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -236,10 +236,10 @@ class _MegatronFSDPHost(Host):
         return core.complete_state if plain and self.caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Attach to the local storage of state tensors the offsets of this storage in the global tensor.
-        torch.distributed.checkpoint then uses these offsets instead of the placements. Only state tensors with the same
-        placements as their Megatron-FSDP parameter get offsets. A rank that stores no part of a parameter does not save
-        the parameter's plain state tensors, such as step counts.
+        """Record the position of each state tensor's local storage in the global tensor, as attributes of the storage.
+        torch.distributed.checkpoint then uses these attributes instead of the placements. Only state tensors with the
+        same placements as their Megatron-FSDP parameter get the attributes. A rank that stores no part of a parameter
+        does not save the parameter's plain state tensors, such as step counts.
 
         Tensor-parallel shards are saved one after another, even if the parameter is sharded with a stride.
         Megatron-FSDP saves weights in the same way.

@@ -49,8 +49,9 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         self.optimizers = [Muon(part, **options) for part in model_parts]
         for index, optimizer in enumerate(self.optimizers):
             logger.info(f"Muon (model_part={index}):\n{optimizer}")
-            # torchtitan loads only state that already exists, and creates the state of an optimizer that has none by a
-            # step with zero gradients. So create all state here, and fill in missing state after each load.
+            # torchtitan loads only state that already exists. If an optimizer has no state, torchtitan creates it by
+            # taking a step with zero gradients. To avoid this step, create all state here, and fill in missing state
+            # after each load.
             optimizer.complete_state()
             optimizer.register_load_state_dict_post_hook(Muon.complete_state)  # type: ignore[arg-type]
         params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]

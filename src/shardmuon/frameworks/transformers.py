@@ -40,8 +40,9 @@ class MuonFactory:
         self._options = options
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
-        """Make the optimizer. The Trainer expects a class here, so it first calls this object without a model, as if to
-        create an instance, and then calls the result with the model. The first call returns this object itself.
+        """Make the optimizer. The Trainer treats the factory as a class: it first calls the factory without a model, as
+        if to create an instance, and then calls the result with the model. So a call without a model returns the
+        factory itself.
 
         Args:
             model: Model to optimize. If None, the factory itself is returned.

@@ -90,7 +90,7 @@ def clip_grad_norm_(
             gradients are set to None, so that they cannot be used in a step.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    # A set of parameters is rejected before any communication, so that no other rank waits for this rank.
+    # A Python set is rejected without communication, because all ranks run the same code and raise the same error.
     if isinstance(parameters, SETS):
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
@@ -281,9 +281,10 @@ class _Clipping(TableCall[_BoundGradients]):
             this rank are left out.
         states: `GradientState` of each parameter's gradient.
         counted: Norm of the gradient elements that this rank counts, excluding loose gradients.
-        loose: One tuple (fingerprint, norm, alone) per set of ranks and shape of this rank's loose gradients, which may
-            have replicas on other ranks ([Note: who sums with whom]). Replicas have equal fingerprints. `alone` is True
-            if the set contains only this rank, as for plain tensors without a process group.
+        loose: Loose gradients on this rank, which may have replicas on other ranks ([Note: who sums with whom]). One
+            tuple (fingerprint, norm, alone) describes all that have the same shape and are stored by the same set of
+            ranks. Replicas have equal fingerprints. `alone` is True if the set contains only this rank, as for plain
+            tensors without a process group.
     """
 
     params: Sequence[Listed]
@@ -324,8 +325,8 @@ class _Clipping(TableCall[_BoundGradients]):
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
-        """Read this rank's gradients, compute this rank's contribution to the norm of all gradients, and return the
-        ballot for this rank's vote on clipping."""
+        """Read this rank's gradients, compute this rank's contribution to the norm of all gradients, and return this
+        rank's ballot for the vote on clipping."""
         self.states, self.held = [GradientState.NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             if one.param.grad is None:
@@ -353,9 +354,9 @@ class _Clipping(TableCall[_BoundGradients]):
             norms[key] = _norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
         for (ranks, shape), norm in norms.items():
             facts: tuple[Any, ...] = ranks.index(my_rank()), shape, norm
-            # Loose gradients that may be replicas of each other are recognized by equal norms. Norms of fewer than 64
-            # bf16 elements per rank are often equal by chance (for single elements, in 1 of 500 pairs). For such small
-            # gradients, the norms of all loose gradients on these ranks must be equal, too.
+            # Loose gradients, which may have replicas on other ranks, are treated as replicas if their norms are equal.
+            # Norms of fewer than 64 bf16 elements per rank are often equal by chance (for single elements, in 1 of 500
+            # pairs). For such small gradients, the norms of all loose gradients on these ranks must be equal, too.
             if math.prod(shape) * len(kept.loose[ranks, shape]) < 64 * len(ranks):
                 facts += (_combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
             if norm:

@@ -81,8 +81,8 @@ class Table:
             fewer ranks come first.
         stamps: Dict from each rank of the component to a string that identifies the rank's hardware and software.
         token: 16 bytes that identify this table, equal on all ranks of the component. The token is a hash of random
-            bytes from every rank, so it differs between optimizers that are otherwise identical. If ranks step two such
-            optimizers in different orders, the tokens show it.
+            bytes from every rank, so it differs between optimizers that are otherwise identical. The tokens therefore
+            reveal ranks that step two such optimizers in different orders.
     """
 
     component: Ranks
@@ -103,9 +103,9 @@ def union(groups: Collection[Ranks]) -> Ranks:
 
 
 def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """Arrange the ranks that share a tensor in a grid, for each `Ties` in `known`. (A `Ties` contains one row and one
-    column of the grid, which is all that a single rank knows.) The ranks in a row store one replica of the tensor, and
-    the ranks in a column store the same part. All ranks compute the same grids.
+    """Build the grids of ranks that share a tensor. Return a dict from each `Ties` in `known` (the row and the column
+    of a grid that a single rank knows) to the whole grid. The ranks in a row store one replica of the tensor, and the
+    ranks in a column store the same part. All ranks compute the same grids.
 
     Args:
         known: Dict from each rank to the `Ties` of its tensors, for all ranks that are connected by shared tensors.
@@ -119,8 +119,8 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
-                # `cells` maps each rank of the grid to the `Ties` that the rank must have reported. The same grid is
-                # stored for all of them. Computing it separately for each of N ranks would take O(N^3) time.
+                # `cells` maps each rank of the grid to the `Ties` that the rank must have reported. All these `Ties`
+                # get this grid, because computing it again for each of N ranks would take O(N^3) time.
                 cells = {one: Ties(row, column) for row in grid for one, column in zip(row, columns, strict=True)}
                 for other, cell in cells.items():
                     if cell not in known.get(other, ()) or len(cells) < len(grid) * len(columns):
@@ -179,8 +179,8 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ranks that share each parameter listed by `params`. Return a dict from each `Ties` (the ranks that share
-    a parameter, as a row and a column of a grid) to its sets of ranks.
+    """Find the ranks that share each parameter listed by `params`. Return a dict from the `Ties` of each parameter (a
+    row and a column of the grid of ranks that share it) to the sets of ranks in the row and in the column.
 
     An error for one parameter is recorded in `fault` and does not stop the search, because the ranks that share the
     other parameters wait for this rank's message. If any error has been recorded, the search is repeated once, because
@@ -379,10 +379,10 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
 
 
 class TableCall(Call[_K]):
-    """Base class of collective calls that need the layouts of parameters, such as an optimizer step. The call's
-    binding is either a plan that is derived from the layouts, or the layouts themselves. It is cached for later calls.
-    If no valid binding is cached, the ranks build a new layout table, and the method `made` derives a new binding from
-    it.
+    """Base class of collective calls that need the layouts of parameters, such as an optimizer step. Each call uses a
+    binding: either a plan that is derived from the layouts, or the layouts themselves. The binding is cached for later
+    calls. If no valid binding is cached, the ranks build a new layout table, and the method `made` derives a new
+    binding from it.
 
     Attributes:
         beyond: Ranks that must take part in the call even if they share no parameter with this rank. None: there are no

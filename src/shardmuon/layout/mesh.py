@@ -132,7 +132,7 @@ def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
 
 
 def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
-    """Concatenate index ranges, and select the `num` indices from position `first` on. Return them as index ranges."""
+    """Concatenate index ranges, select `num` indices beginning at position `first`, and return them as index ranges."""
     found, at = [], 0
     for start, stop in ranges:
         a, b = max(first, at), min(first + num, at + stop - start)

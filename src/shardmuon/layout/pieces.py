@@ -1,5 +1,5 @@
 """Layouts of parameters. A layout states which pieces of a tensor each rank stores. A piece is divided into tiles, each
-of which belongs to a single matrix. Pure index arithmetic.
+of which belongs to a single matrix. All functions are pure index arithmetic.
 
 [Note: two addresses]
     A tile is a box of indices of the tensor. (A dim along which the blocks of a fused projection repeat is first
@@ -217,9 +217,9 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
 
 
 def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
-    """Convert a box of tensor indices to boxes of indices of the unflattened tensor, in which the dim along which the
-    blocks of a fused projection repeat is split into two dims ([Note: the fine index space] in views.py). If there is
-    no such dim, yield the box unchanged."""
+    """Yield boxes in the fine index space that together cover a box of tensor indices ([Note: the fine index space] in
+    views.py). The fine index space has two dims in place of the dim along which the blocks of a fused projection
+    repeat. If there is no such dim, yield the box unchanged."""
     d = view.split_dim
     if d < 0:
         yield span
@@ -299,9 +299,8 @@ class ParamLayout:
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
-        """Tiles of each matrix, as one dict per matrix. A tile is the part of the matrix in one stored piece of the
-        tensor. The dict maps each rank that stores part of the matrix, in ascending order, to the rank's tiles in
-        storage order."""
+        """Tuple with one dict per matrix, from each rank that stores part of the matrix, in ascending order, to the
+        rank's tiles in storage order. A tile is the part of the matrix in one stored piece of the tensor."""
         # Tiles are computed once for each distinct piece, because replicas of a piece have equal tiles.
         of_held = cache(partial(_tiles_of, view=self.view))
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
@@ -348,8 +347,9 @@ class ParamLayout:
 
     @cached_property
     def replicas(self) -> tuple[Ranks, ...]:
-        """The ranks of each replica, ordered by replica index (`replica_of`). The tuple is empty if the ranks do not
-        form complete replicas: some pieces have more copies than others, or a rank would belong to several replicas."""
+        """Tuple with the ranks of each replica, ordered by replica index (`replica_of`). It is empty if the ranks do
+        not form complete replicas: some pieces have more copies than others, or a rank would belong to several
+        replicas."""
         num = {len(ranks) for ranks in self.keepers.values()}
         # replica i consists of the i-th rank that stores each piece
         found = [tuple(sorted(set(ranks))) for ranks in zip(*self.keepers.values(), strict=False)]

@@ -1,4 +1,4 @@
-"""Matrix views, which describe each matrix in a tensor as a box of indices. Pure integer arithmetic.
+"""Matrix views, which describe each matrix in a tensor as a box of indices. All functions are pure integer arithmetic.
 
 [Note: the fine index space]
     A plain weight contains one matrix, and a stack of experts contains many. A fused projection contains several blocks
@@ -76,8 +76,8 @@ class MatrixView:
         return max(matrix.cols for matrix in self.matrices)
 
     def refined(self, strides: Sequence[int]) -> Ints:
-        """Convert the strides of a tensor to strides for the shape `fine`, which is the tensor's shape, except that dim
-        `split_dim` may be split into two dims."""
+        """Convert the strides of a tensor to the strides of its view with shape `fine`, in which dim `split_dim` may be
+        split into two dims."""
         if self.split_dim < 0:
             return tuple(strides)
         d, period = self.split_dim, self.fine[self.split_dim + 1]

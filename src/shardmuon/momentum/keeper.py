@@ -32,7 +32,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of AdamW's optimizer state, in addit
 
 
 class Keeper:
-    """Creates, converts and checks an optimizer's stored momentum, and records how momentum and weights are rounded.
+    """Manager of an optimizer's stored momentum. It creates, converts and checks the momentum, and provides the random
+    bits with which momentum and weights are rounded.
 
     Args:
         dtype: Dtype of stored momentum: torch.float32, torch.bfloat16 or "int8"; None for the gradient's dtype.
@@ -92,7 +93,7 @@ class Keeper:
         """Create or convert a parameter's stored momentum as needed for this step.
 
         Returns:
-            Local storage of the momentum (or of the momentum's 8-bit codes), and the `Rounding` of momentum and
+            A pair: the local storage of the momentum (or of its 8-bit codes), and the `Rounding` of momentum and
             weights.
         """
         stream = weights = None
@@ -128,7 +129,7 @@ class Keeper:
         num_row_dims: int,  # number of leading dims that index rows
     ) -> dict[str, Tensor]:
         """Put zero-filled momentum and, if 8-bit codes are used, zero-filled scales into a parameter's state, as
-        DTensors if the parameter is a DTensor. Return their local tensors, as a dict with the keys of the state.
+        DTensors if the parameter is a DTensor. Return a dict from state key to local tensor.
         """
         kinds = self._kinds(like, dtype)
         if SCALE not in kinds:
@@ -197,8 +198,8 @@ class Keeper:
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's local tensors of a parameter's momentum and, if momentum is stored as 8-bit codes, of its
-    scales, as a dict with the keys of the state. Tensors that do not exist yet are left out."""
+    """Return a dict from state key to local tensor for a parameter's momentum and, if momentum is stored as 8-bit
+    codes, for its scales. Tensors that do not exist yet are left out."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
 
 

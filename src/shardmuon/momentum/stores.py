@@ -44,7 +44,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # if used in place of an element's 16 random bits, rounds the element to nearest
+_NEAREST = 0x8000  # rounds an element to nearest if used in place of its 16 random bits
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Stream:
 
 
 class Rounding(NamedTuple):
-    """The sources of random bits, and the scales, for rounding one parameter's momentum and weights in one step.
+    """Random bits and scales with which one parameter's momentum and weights are rounded in one step.
 
     Attributes:
         momentum: Source of random bits for momentum in bf16 or 8-bit codes. None: momentum is stored as computed.
@@ -136,8 +136,8 @@ def _round_by(
     x: Tensor,  # values to round, in fp32
     bits: Tensor,  # random bits (int32 in [0, 2**16)) or _NEAREST, with the shape of x
 ) -> Tensor:  # returns bf16 values
-    """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; _NEAREST
-    rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
+    """Round each element of x to one of its two neighbors in bf16: to the nearest if its bits are _NEAREST, otherwise
+    at random, so that the expected value is x. NaN, Inf and elements that bf16 represents exactly do not change."""
     # A bf16 number is the upper half of an fp32 number, so a carry out of the lower half gives the next bf16 number,
     # even across powers of 2.
     rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)

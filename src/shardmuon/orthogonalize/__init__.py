@@ -274,7 +274,8 @@ def _square_of(x: Tensor) -> Tensor:  # maps (B, m, n) to (B, k, k), k = min(m, 
 
 
 def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands: Tensor, **others: Any) -> Tensor:
-    """Compute a product in fp32, and round the result in place to values of the narrower dtype `dtype`."""
+    """Call `product` on fp32 operands, and round its result to values that `dtype` can represent. The result stays
+    fp32."""
     out = product(*operands, **others)
     return out.copy_(out.to(dtype))
 
@@ -336,7 +337,7 @@ def _normalize(
     norm = _norms(x, wide)
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = x.to(wide)
-        # If a matrix contains NaN or Inf, this division makes the matrix's norm NaN.
+        # If a matrix contains NaN or Inf, division by the power of two next to its largest entry makes its norm NaN.
         x = x / power_of_two(x.abs().amax(dim=(-2, -1), keepdim=True))
         norm = _norms(x, wide).clamp_(min=torch.finfo(wide).tiny)
     # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
@@ -352,7 +353,7 @@ def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # returns shape (B, 1, 1)
     flat = x.reshape(len(x), -1)
     norms: Tensor
     if x.device.type != "cpu":
-        # the order in which `vector_norm` sums would depend on the number of matrices
+        # use `foreach_norm`, because the order in which `vector_norm` sums depends on the number of matrices
         norms = torch.stack(foreach_norm(flat.unbind(0), 2, wide))
     elif flat.shape[1] <= _CHUNK:
         norms = torch.linalg.vector_norm(flat, dim=1, dtype=wide)
@@ -444,8 +445,8 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
         # The slope is the product of the coefficients a since the last restart, which recomputed the Gram matrix. If
-        # the slope is below 1, count it as 1: later steps amplify the rounding errors of the next step, no matter how
-        # much earlier steps have shrunk the values.
+        # the slope is below 1, count it as 1, because earlier steps do not shrink the rounding errors that later steps
+        # make.
         slope = max(slope, 1.0) * abs(a)
         if step and slope > _MOST_SLOPE[dtype]:
             found.append(step)
@@ -591,8 +592,8 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     # matrix Q in every step except the first, and two products for the matrix R in every step except the last.
     of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if _restarts_locally(m, n, coefficients, dtype):
-        # A local restart (which recomputes the Gram matrix R without X) adds the split products of `Products.sandwich`,
-        # and one product that combines the matrices Q before and after the restart.
+        # Each local restart (which recomputes the Gram matrix R without X) takes five more products: four in
+        # `Products.sandwich`, and one that combines the matrices Q before and after the restart.
         return round(twice + of_small + restarts * (3 * small + 2 * small * symmetric_share))
     return round((1 + restarts) * twice + of_small)
 

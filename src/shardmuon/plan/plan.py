@@ -1,6 +1,6 @@
-"""The plan, which assigns each matrix to the rank that orthogonalizes it and groups matrices that are exchanged
-together. A plan is pure data, made by `planner.make_plan`. Ranks that share parameters have the same plan for these
-parameters."""
+"""The plan, which assigns each matrix to the rank that orthogonalizes it, and to a bucket of matrices that are
+exchanged together. A plan is pure data, made by `planner.make_plan`. Ranks that share parameters have the same plan for
+these parameters."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ class Plan:
         return found
 
     def loads(self) -> dict[int, int]:
-        """Return, for each rank, the number of floating point operations in the matrix products that the rank computes
-        in one step."""
+        """Return a dict from each rank to the number of floating point operations in the matrix products that the rank
+        computes in one step."""
         loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
         for item in self.items:
             for owner in item.owners:

@@ -47,7 +47,7 @@ _TAILS = (1, 2, 4)
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # key of a matrix: (index of the parameter in the plan, index of the matrix in the parameter)
-_Share = list[Item]  # share: the matrices of one bucket, which are processed together
+_Share = list[Item]  # matrices, such as those of one bucket or of one owner
 
 
 class _Way(NamedTuple):
@@ -134,9 +134,9 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
     elements have been assigned is preferred, because a replica sends its results to the other replicas. If candidates
     are still tied, owners alternate between nodes.
 
-    At the end, matrices that are stored only on an overloaded rank are moved to the rank with the least work on the
-    same node if this can save time. Moving them helps if all ranks store experts, but only a few ranks also
-    orthogonalize matrices of other layers.
+    At the end, if a rank has more work than the mean, matrices that only this rank stores are moved to the rank with
+    the least work on the same node, if this can save time. Moving them helps if all ranks store experts, but only a few
+    ranks also orthogonalize matrices of other layers.
     """
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % machine.per_node, rank)))
     place, node = {rank: at for at, rank in enumerate(ranks)}, np.array(ranks) // machine.per_node
@@ -200,10 +200,9 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Mac
 
 
 def _cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> _Way:
-    """Divide the matrices that are sharded or replicated over one set of ranks into buckets (sets of matrices that are
-    exchanged together). The estimated step time is at most 2% above the shortest that was found. Of the divisions that
-    meet this condition, the one that needs the least memory is chosen. The ranks that orthogonalize the matrices have
-    already been chosen."""
+    """Divide matrices that are sharded or replicated over one set of ranks into buckets (sets of matrices that are
+    exchanged together). Choose the division that needs the least memory among those whose estimated step time is at
+    most 2% above the shortest. The ranks that orthogonalize the matrices have already been chosen."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():
@@ -241,8 +240,8 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
 
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
-    """Group matrices that can be in the same bucket (a set of matrices that are processed together). Each key is a
-    `Bucket` without items that describes the common properties of a group."""
+    """Group matrices that can be in the same bucket (a set of matrices that are processed together). Return a dict of
+    the groups, in which each key is a `Bucket` without items that describes the common properties of the group."""
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
@@ -278,7 +277,8 @@ def _by_price(
         for step in (1, -1)[: len(shares)]:
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     shortest = min(ns for *_, ns in found)
-    # Among the divisions that take at most 2% more time than the fastest, choose the one that needs the least memory.
+    # Among the divisions into buckets that take at most 2% more time than the fastest, choose the one that needs the
+    # least memory.
     best = min(option for option in found if option[2] * 100 <= shortest * 102)
     taken, num, ns = best
     return (
@@ -354,8 +354,8 @@ def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
 
 
 def _cut(line: _Share, most: int, num: int) -> list[_Share]:
-    """Split the matrices that one rank orthogonalizes into `num` shares (parts of buckets) of about equal work, or into
-    more shares if a share would have more than `most` elements. The order of the matrices is kept."""
+    """Split the matrices that one rank orthogonalizes into `num` parts of about equal work, one part per bucket. If a
+    part would have more than `most` elements, make more parts. The order of the matrices is kept."""
     parts, total, work, filled = [list[Item]()], sum(item.cost for item in line), 0, 0
     for item in line:
         has_enough = len(parts) < num and work * num >= total * len(parts)
@@ -443,7 +443,7 @@ def _products_of(rows: int, cols: int, itemsize: int, cost: int, machine: Machin
     # single product of the batch's total size. It is estimated as the geometric mean of these two rates. All rates are
     # shares of the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
-    # a batch takes at least as long as the 30 kernel launches of five Newton-Schulz steps
+    # a batch takes at least as long as its kernel launches, about 30 for five Newton-Schulz steps
     return size, max(size * cost * 1000 // (rate * share), 30 * machine.launch)
 
 
@@ -500,8 +500,8 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    # Estimate the time, in nanoseconds, of memory traffic and of work on the CPU for a phase that processes `elements`
-    # elements with `each` bytes of memory traffic per element.
+    # Estimate the time, in nanoseconds, of a phase that processes `elements` elements. It is the time of the memory
+    # traffic (`each` bytes per element) plus the CPU time for the matrices.
     def passed(each: int, elements: int) -> int:
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 

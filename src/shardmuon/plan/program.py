@@ -55,7 +55,7 @@ class BufferPlace(NamedTuple):
 
 class Copy(NamedTuple):
     """Instruction to copy a block of elements between two buffers, in either direction. All strides are nonzero, so
-    that no two elements of the block have the same position in a buffer."""
+    each dim steps through different elements of both buffers."""
 
     sizes: Ints
     here: BufferPlace
@@ -219,10 +219,9 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
 
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, Load]]:
-    """Yield the parts of an orthogonalized matrix that a rank sends or receives, as (phase, sender, receiver, part). A
+    """Yield (phase, sender, receiver, part) for each part of an orthogonalized matrix that `rank` sends or receives. A
     part is a `Load` without a place. If a rank orthogonalizes the matrix and also stores the part, this rank is both
-    sender and receiver. Some of the yielded parts may be exchanged only between other ranks; the caller must skip
-    them."""
+    sender and receiver. Parts that only other ranks exchange may also be yielded; the caller must skip them."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
@@ -310,8 +309,8 @@ def _merged(copy: Copy) -> Copy:
 
 
 def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
-    """Merge runs of equally spaced copies between the same two buffers. All copies in `alike` must have equal sizes and
-    strides. No stride of a merged copy is 0."""
+    """Merge each run of equally spaced copies between the same two buffers, and yield the merged copies. All copies in
+    `alike` must have equal sizes and strides. No stride of a merged copy is 0."""
     for first, count, steps in evenly_spaced([(copy.here.start, copy.there.start) for copy in alike]):
         sizes, *places = alike[first]
         pairs = zip(places, steps, strict=True)
@@ -320,9 +319,9 @@ def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
 
 
 def evenly_spaced(places: Sequence[Ints]) -> Iterator[tuple[int, int, Ints]]:
-    """Divide a list of positions into runs of equally spaced positions. A position consists of one or more offsets. For
-    each run, yield the index of the first position, the number of positions, and the distance between neighbors in each
-    offset. All distances are positive, except that they are 0 in a run of a single position."""
+    """Divide a list of positions into runs of equally spaced positions. A position is a tuple of offsets. For each run,
+    yield the index of the first position, the number of positions, and the tuple of differences between neighboring
+    positions. All differences are positive, except in a run of a single position, where they are 0."""
     steps = [tuple(map(operator.sub, after, before)) for before, after in itertools.pairwise(places)]
     first = 0
     while first < len(places):

@@ -104,7 +104,8 @@ class _Exchange:
 
 _Exchanges = dict[tuple[Hashable, _Phase], _Exchange]
 # Dict from each operation of a rank to a pair (awaited, phases). `awaited` is the exchange that must end before the
-# operation, or None. `phases` are the computations that the rank runs and the exchanges that it posts.
+# operation, or None. `phases` are the computations that the rank runs in the operation, and the exchanges that it
+# posts.
 _DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
     "begin": (None, ("pack", "gather", "fill")),
     "compute": ("gather", ("orthogonalize", "scatter")),

@@ -42,8 +42,8 @@ class Machine(NamedTuple):
     launch: int
 
     def share(self, volume: int) -> int:
-        """Return the fraction of the peak, in thousandths, that a product of square matrices reaches. `volume` is the
-        cube of the matrices' side length."""
+        """Return the fraction of the peak FLOP rate, in thousandths, that a product of square matrices reaches.
+        `volume` is the cube of the matrices' side length."""
         found = (share for side, share in zip(_SIDES, self.shares, strict=True) if volume <= side**3)
         return next(found, self.shares[-1])
 
@@ -66,8 +66,9 @@ class Machine(NamedTuple):
 # to its own limit and above the previous limit. The last fraction also applies to all larger matrices.
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 
-# Dict from the name of a machine to all attributes of `Machine` after `shares`. The numbers are derived from the middle
-# values in the hardware files of `shardmuon.foresight`; a test checks that the numbers match the files.
+# Dict from the name of a machine to all attributes of `Machine` after `shares`. The numbers are derived from the
+# hardware files of `shardmuon.foresight`. Where a file gives a range, its middle value is used (`Hardware.middle`). A
+# test checks that the numbers match the files.
 _RATES = {
     "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),

@@ -378,7 +378,8 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     """Assign every parameter of a model to Muon or AdamW.
 
     Returns:
-        All parameters in model order, each of them once, and a list with a warning for each choice that may be wrong.
+        A pair: all parameters in model order, each of them once, and a list with a warning for each choice that may be
+        wrong.
     """
     found = Placed.all_in(model)
     for rule in rules:
@@ -442,8 +443,8 @@ def _check_usable(w: _RoutedParam) -> None:
 
 
 def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
-    """Return the group options of a parameter that is assigned to Muon, and (rows, cols) of each of its matrices.
-    Errors raised in this function name the parameter."""
+    """Return a pair for a parameter that is assigned to Muon: the options of its group, and a tuple with (rows, cols)
+    of each of its matrices. Error messages name the parameter."""
     view, options = {**VIEW_DEFAULTS, **w.role.view}, w.rule.options
     splits = ("split_sizes", "split_groups")
     # The user's `split_sizes` and `split_groups` replace those of the preset for the module's type.
@@ -468,7 +469,8 @@ def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict
     order, including frozen parameters.
 
     Returns:
-        A dict from the name of each output head to the reason, and a list of warnings about choices that may be wrong.
+        A pair: a dict from the name of each output head to the reason that the routing table shows, and a list of
+        warnings about choices that may be wrong.
     """
     blocks, doubts = _Blocks(weights), list[str]()
     named = _answers(model, "get_output_embeddings", "get_classifier")
@@ -520,8 +522,8 @@ def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
 
 def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
     """Call the methods named in `hooks` on every module that has them. Return a dict from the id of each parameter that
-    a method returned to the name of the method. A method that returns None, because the model has no such parameter,
-    adds the key `id(None)`."""
+    a method returned, directly or in a module, to the name of the method. If a method returned None, the dict also
+    contains the key `id(None)`."""
     found: dict[int, str] = {}
     for module in model.modules():
         for hook in hooks:
@@ -542,7 +544,8 @@ def _is_tied(table: _RoutedParam) -> bool:
 
 def _with_labels(linear: Sequence[_RoutedParam], blocks: _Blocks) -> dict[str, str]:
     """Find classifiers. In each module with an attribute `num_labels`, the classifier is the last linear layer with
-    `num_labels` rows. Return a dict from parameter name to reason."""
+    `num_labels` rows. Return a dict from the name of each classifier's weight to the reason that the routing table
+    shows."""
     apart = [w for w in linear if not blocks.around(w)]
     owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
     found = {id(module): w for w, module in owners if vars(module).get("num_labels") == w.shape[0]}

@@ -33,10 +33,10 @@ _Kind = Literal[
     "bare",  # parameter that is one matrix, recognized only by its shape, because the module's type is unknown
     "stack",  # parameter with several matrices, recognized only by its shape
     "embedding",
-    "router",  # parameter that is one matrix and assigns tokens to experts, with one row per expert
+    "router",  # weight of a router, which assigns tokens to experts: one matrix, with one row per expert
     "norm",
     "entries",  # parameter that is not a linear map: a vector, a lookup table, decay rates or the biases of experts
-    "broadcast",  # parameter of shape (1, M, N): either a table or a stack of one expert
+    "broadcast",  # parameter of shape (1, M, N): a table that is broadcast over the batch, or a stack with one expert
     "pairs",  # parameter whose last dim has size 2, as in complex numbers stored as pairs of real numbers
     "unclear",  # parameter of known shape whose division into matrices is unclear
     "unknown",  # parameter whose unsharded shape cannot be determined
@@ -148,7 +148,7 @@ def _conv1d(layer: Any, shape: Ints) -> _View:
 
 def _stack(experts: Any, _: Ints) -> _View:
     named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
-    # True if the experts' weights are stored with shape (E, inputs, outputs)
+    # True if the experts' weights are stored with shape (experts, inputs, outputs)
     is_inputs_first = getattr(experts, "is_transposed", named)
     return {"view": "stack", **({"transposed": True} if is_inputs_first else {})}
 

@@ -78,7 +78,7 @@ class Place(NamedTuple):
     @property
     def fused_parts(self) -> tuple[str, ...] | None:
         """Names of the fused parts that the weight's name suggests, in order. Empty if the name suggests a fused weight
-        but not its parts; None if it does not suggest a fused weight."""
+        but not its parts; None if the name does not suggest a fused weight."""
         word = self.name.removesuffix(".weight").rpartition(".")[2]
         return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
 
@@ -200,7 +200,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _role_at(place: Place, shape: Ints) -> Role:
     module = place.module
-    # `_NormBase` is the base class of BatchNorm1d to 3d, SyncBatchNorm, and InstanceNorm1d to 3d.
+    # `_NormBase` is the base class of BatchNorm1d to BatchNorm3d, SyncBatchNorm, and InstanceNorm1d to InstanceNorm3d.
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return Role("norm", "norm", reads=shape[-1:], decays=False)
     num_dims = 2 + len(module.kernel_size) if isinstance(module, _Convolution) else 2

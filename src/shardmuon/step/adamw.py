@@ -89,9 +89,9 @@ def _completed(
     state: MutableMapping[Tensor, dict[str, Any]],
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
-    """Return a row of local tensors for every parameter of a group that takes part in the step, and create missing
-    state. A parameter takes part if it has a gradient, or if it lacks one only because this rank stores none of its
-    elements. Collective if a gradient must be redistributed to its parameter's layout."""
+    """Create missing AdamW state, and return one `Row` for each parameter in `params` that takes part in the step. A
+    parameter takes part if it has a gradient, or if it lacks one only because this rank stores none of its elements.
+    Collective if a gradient must be redistributed to its parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
     stepped = engines() | set(map(engine_of, others))  # engines (storage adapters) of all parameters with a gradient
     found: list[Row] = []
@@ -144,8 +144,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Lin
             This is required on CPUs, where the kernel rounds these elements differently.
 
     Returns:
-        A list of tensors to update in place, and a list of groups of tensors. All tensors of a group are updated in one
-        padded copy.
+        A pair of lists. The first contains the tensors to update in place. The second contains groups of tensors. Each
+        group is updated in one padded copy.
     """
     lines: list[_Line] = []
     copied: dict[tuple[object, ...], list[_Line]] = {}

@@ -138,15 +138,15 @@ class Binding(Agreed):
         )
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
-        """Assign a bit of the vote to each parameter in `lacking`, whose gradient can be missing on ranks that store
-        none of its elements. Bits are unique among all ranks that vote together.
+        """Assign a bit of the vote to each parameter in `lacking`. The gradient of such a parameter can be missing on
+        ranks that store none of its elements. No two parameters of the ranks that vote together share a bit.
 
         Args:
-            everyone: One dict per rank, from each set of ranks to the number of such parameters that are sharded or
-                replicated over the set.
+            everyone: One dict per rank. It maps a set of ranks to the number of parameters in `lacking` that are
+                sharded or replicated over this set.
 
         Raises:
-            Refused: There are more such parameters than bits in a vote.
+            Refused: The ranks have more parameters in `lacking` than a vote has bits.
         """
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:

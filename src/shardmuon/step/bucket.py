@@ -307,7 +307,7 @@ def _run_before(
     products use another dtype.
 
     Returns:
-        The input of the orthogonalization, and whether its matrices already have norm 1.
+        A pair: the input of the orthogonalization, and True if its matrices already have norm 1.
     """
     before = [stage for stage in stages if isinstance(stage, BeforeStage)]
     if before and x.dtype in (torch.bfloat16, torch.float16) and products != x.dtype:

@@ -75,7 +75,8 @@ class WeightSet:
             for p, i in matrices
             for tile in specs[p].kept[numbers[p]].layout.tiles[i].get(rank, ())
         ]
-        # For each tile (part of a matrix) and for each norm that this rank stores, the index of the matrix in `_names`.
+        # `_tiles_at` contains the index in `_names` of each tile's matrix. A tile is a part of a matrix on this rank.
+        # `_kept_at` contains the index in `_names` of each matrix whose norm this rank stores.
         indices = {matrix: at for at, matrix in enumerate(matrices)}
         self._tiles_at = [indices[load.param, load.tile.matrix] for load in loads]
         self._kept_at = [indices[load.param, load.tile.matrix] for load in kept]

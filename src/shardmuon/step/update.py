@@ -1,5 +1,5 @@
-"""Elementwise updates of momentum and weights. They run on tiles, the parts of matrices that this rank stores. A tile
-is accessed as a view of a local tensor or of an exchange buffer.
+"""Elementwise updates of momentum and weights. The updates run on tiles, the parts of matrices that this rank stores.
+A tile is accessed as a view of a local tensor or of an exchange buffer.
 
 Momentum and weights are updated in place, with one call for many tiles. This module does not communicate or
 orthogonalize. Weights, gradients and momentum can have different dtypes, and need not be on the device of the exchange
@@ -66,6 +66,10 @@ class Work:
 # cache. On other devices, the limit is large enough for efficient kernel launches. A tile (part of a matrix) with more
 # elements is processed alone.
 _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
+# Smallest number of equally spaced tiles for which the Nesterov update on a CPU is a single operation. This operation
+# needs a copy of the momentum. If there are fewer tiles, or so large ones that fewer fit into a portion, the copy takes
+# more time than the single operation saves.
+_MANY = 32
 
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles (parts of matrices) that have equal
 # sizes and strides and are equally spaced. Its first dim indexes the tiles.
@@ -161,9 +165,9 @@ class Side:
 
     def portions(self, work: Work) -> list[tuple[list[int], _Pick, _Row | None]]:
         """Split the tiles (parts of matrices) into portions, each of which one list operation (torch._foreach_*) can
-        process. For each portion, return the indices of its tiles, a function that selects their entries from a list
-        with one entry per tile, and the view of the buffer that contains exactly these tiles, or None if no single view
-        does."""
+        process. Return a triple for each portion: the indices of its tiles, a function that selects their entries from
+        a list with one entry per tile, and the (sizes, strides, start) of a view of the buffer that contains exactly
+        these tiles (None if there is no such view, or if the portion has few tiles)."""
         weight = work.weights[self.params[0]]
         assert weight is not None, "parameters without a gradient are in no program"
         limit = _PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
@@ -172,7 +176,7 @@ class Side:
             self._dealt = []
             for places in _dealt([load.tile.numel for load in self.loads], kinds, limit):
                 pick, rows = _pick(places), _rows([self.loads[at] for at in places])
-                self._dealt.append((places, pick, rows[0] if len(rows) == 1 else None))
+                self._dealt.append((places, pick, rows[0] if len(rows) == 1 and len(places) >= _MANY else None))
             self._dealt_for = kinds, limit
         return self._dealt
 
@@ -319,16 +323,17 @@ def momentum_(
     *,
     momentum: float,
     nesterov: bool,
-    # one tensor whose slices along the first dim are the tensors in `out`; None if no single view covers these tensors
+    # One tensor whose slices along the first dim are the tensors in `out`. If it is given, Nesterov momentum on a CPU
+    # needs a temporary copy of the momentum, but fewer calls.
     whole: Tensor | None = None,
 ) -> None:
     """Update the momentum B with the gradient G: B <- B + (1 - momentum) (G - B). If `out` is not None, also write the
     input of the orthogonalization to `out`: G + momentum (B - G) with Nesterov momentum, otherwise B. torch.optim.Muon
     uses the same formulas.
 
-    On a CPU, Nesterov momentum needs no temporary tensors if `out` has the dtype of the momentum. On accelerators, it
-    uses dense temporary tensors, because the views in `out` can have gaps, and one kernel launch can process a list
-    only if all of its tensors are dense.
+    On a CPU, Nesterov momentum needs no other temporary tensors if `out` has the dtype of the momentum. On
+    accelerators, it uses dense temporary tensors, because the views in `out` can have gaps, and one kernel launch can
+    process a list only if all of its tensors are dense.
     """
     places, last = buffers if out is None else out, buffers[0]
     in_place = out is not None and nesterov and places[0].dtype == last.dtype
@@ -354,9 +359,10 @@ def momentum_(
 
 
 def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """Yield the given lists of tensors, split into slabs that fit in a CPU's cache. Tensors at the same index of the
-    lists must have the same shape. Only lists of a single large tensor on a CPU are split. Longer lists are yielded
-    whole, because `Side.portions` has already limited their total size."""
+    """Yield the given lists of tensors. If each list contains a single large tensor on a CPU, split the tensors into
+    slabs that fit in the cache, and yield one slab of each tensor at a time. Longer lists are yielded whole, because
+    `Side.portions` has already limited their total size. Tensors at the same index of the lists must have the same
+    shape."""
     first = columns[0][0]
     if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= _PORTION:
         yield columns
@@ -447,7 +453,8 @@ def _apply_like_torch_(
     """Compute `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)` exactly as torch.optim.Muon does,
     even on a shard.
 
-    A tensor `lr` is not converted to a float, because torch rounds both factors to the dtype of the tensor.
+    If `lr` is a tensor, it is not converted to a float, because torch rounds the factors `1 - lr * decay` and
+    `lr * scale` to the dtype of `lr`.
 
     In torch's half-precision `add`, the rounding of an element depends on its position in the tensor, and on whether
     the update is a transposed view, as it is for tall matrices. Therefore the local view is copied to its position in a

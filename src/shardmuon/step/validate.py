@@ -329,8 +329,8 @@ def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[
 
 
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
-    """Raise ValueError if torch's AdamW cannot update a parameter, for example because dtypes differ. Without this
-    check, AdamW would raise an error only after other parameters have changed."""
+    """Raise ValueError if torch's AdamW cannot update a parameter, for example because its gradient has another dtype.
+    Without this check, AdamW would raise an error only after other parameters have changed."""
     if p.grad is None:
         _check_gradient_elsewhere(p)
         return
@@ -390,8 +390,8 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
     """Return the local storage of a state tensor.
 
     Raises:
-        ValueError: The state is not a strided real tensor, its layout differs from the parameter's, or it cannot be
-            updated in place. The message does not contain the parameter's name.
+        ValueError: The state is not a real-valued strided tensor, its layout differs from the parameter's, or it cannot
+            be updated in place. The message does not contain the parameter's name.
     """
     if not isinstance(buffer, Tensor):
         raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")

@@ -1,4 +1,4 @@
-"""Tools for testing shardmuon, or code that uses shardmuon, in processes that start once and run many functions."""
+"""Tools for testing shardmuon, or code that uses shardmuon, on ranks that start once and run many functions."""
 
 from __future__ import annotations
 

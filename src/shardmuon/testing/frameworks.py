@@ -218,8 +218,7 @@ class ZeroRun(Run):
         """Make a DeepSpeed engine on the CPU. All ranks must call this function.
 
         DeepSpeed's configuration `config` overrides the defaults of this function. By default, gradients are not
-        clipped, progress reports are practically disabled, and optimizers that DeepSpeed has not been tested with are
-        allowed.
+        clipped, progress reports are disabled, and optimizers that DeepSpeed has not been tested with are allowed.
         """
         fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
         fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}

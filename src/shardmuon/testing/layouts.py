@@ -92,8 +92,8 @@ class _LayoutCase:
         return self.groups(self.mesh(world))
 
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-        """Shard full tensors with this layout, after moving them to the device type of its meshes, and return this
-        rank's shards. All ranks of the default group must call this method."""
+        """Move full tensors to the device type of the layout's meshes, shard them, and return this rank's shards. All
+        ranks of the default group must call this method."""
         tensors = {name: t.to(_KIND[-1]) for name, t in tensors.items()}
         # Reuse an earlier result of the layout's builder (see [Note: cut once]), except for tensors of mixed dtypes,
         # because a framework can shard each dtype in a separate buffer.
@@ -135,7 +135,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
         # equal mesh from its cache that belongs to a different layout.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # torch uses this flag in isinstance(made[name], nn.Parameter)
+            made[name]._is_param = True  # makes isinstance(made[name], nn.Parameter) True
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -218,7 +218,7 @@ def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Make DTensors whose only placement is a strided shard. This layout results if FSDP and tensor parallelism of size
     2 shard the same dim, and the tensors are then gathered over the tensor-parallel axis. Each rank stores a part of
-    both tensor-parallel halves."""
+    each tensor-parallel half."""
     mesh = mesh_of(shape)
     out: dict[str, Tensor] = {}
     for name, full in tensors.items():
@@ -245,7 +245,7 @@ def _shard_like_megatron(
     tensors: _Tensors,
     mesh: DeviceMesh,
     *,
-    # True if the rows are sharded over two mesh axes: the first axis (outer) and another axis (inner)
+    # True if the rows are sharded over two mesh axes: axis 0 (outer) and axis 1 (inner)
     hybrid: bool = False,
     # True if the last mesh axis shards tensors with even indices by rows and all other tensors by columns
     tensor_parallel: bool = False,
@@ -274,9 +274,9 @@ def _shard_like_megatron(
 
 
 def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Return the range (start, stop) of a tensor's elements that lie in one part of a flat buffer. The buffer contains
-    `before` + 1 other elements, the `size` elements of the tensor, and 2 other elements. It is split into `num_parts`
-    equal parts, and `part` is the index of the part."""
+    """Return the range (start, stop) of a tensor's elements that lie in one part of a flat buffer; (0, 0) if there are
+    none. The buffer contains, in this order, `before` + 1 other elements, the tensor's `size` elements, and 2 other
+    elements. It is split into `num_parts` equal parts, and `part` is the index of the part."""
     each = -(-(3 + before + size) // num_parts)
     start, stop = (min(max(end * each - 1 - before, 0), size) for end in (part, part + 1))
     return (start, stop) if start < stop else (0, 0)
@@ -289,9 +289,9 @@ def _megatron(purpose: str, **how: Any) -> _Builder:
 
 
 def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
-    """Make one of `parts` tensor-parallel shards of a tensor along `dim`, with the attributes that Megatron and
-    TransformerEngine set on their shards. The tensor consists of `stride` blocks, and the shard contains a part of each
-    block."""
+    """Split a tensor along `dim` into `parts` tensor-parallel shards, and return the shard with index `part`. The shard
+    has the attributes that Megatron and TransformerEngine set on their shards. The tensor consists of `stride` blocks,
+    and each shard contains a part of each block."""
     blocks = [_chunk(block, parts)[part] for block in full.transpose(0, dim).chunk(stride)]
     shard = torch.cat(blocks).transpose(0, dim).contiguous()
     vars(shard).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
@@ -409,7 +409,7 @@ class ParamCase:
 
     Attributes:
         shape: Shape of the full tensor.
-        why: Description of the case that the parameter tests.
+        why: Description of the special case that the parameter tests.
         options: Options of Muon that describe the matrices in the parameter.
     """
 
@@ -419,7 +419,7 @@ class ParamCase:
 
     @property
     def view(self) -> MatrixView:
-        """The view that splits the parameter into one or more matrices."""
+        """`MatrixView` that divides the parameter into one or more matrices."""
         return matrix_view(self.shape, **self.options)
 
     def matrices(self, full: Tensor) -> list[Tensor]:

@@ -38,10 +38,10 @@ def search(
             matrices, or copies of the matrix.
 
     Yields:
-        For each combination of shape, orthogonalization method and dtype, a description and a list with one bool per
-        comparison, which is True if the results are bitwise identical. The method "standard" is combined with all
-        `dtypes`. The method "gram" is combined only with the dtype of its products on this device, and only if `dtypes`
-        contains that dtype.
+        A pair for each combination of shape, orthogonalization method and dtype: a description of the combination, and
+        a list with one bool per comparison. A bool is True if the results are bitwise identical. The method "standard"
+        is combined with all `dtypes`. The method "gram" is combined only with the dtype of its products on this device,
+        and only if `dtypes` contains that dtype.
     """
     generator, of_gram = torch.Generator().manual_seed(0), products_dtype("gram", None, device)
     ways = [("standard", dtype) for dtype in dtypes]
@@ -62,8 +62,9 @@ def _comparisons(
     draws: int,
     generator: torch.Generator,
 ) -> Iterator[bool]:
-    """Compute the results for a matrix at several positions in a batch, and compare them with the results for the first
-    of these positions. Yield one bool for each pair of results, which is True if they are bitwise identical."""
+    """Orthogonalize a matrix at several positions in a batch, and compute the matrix products of a Newton-Schulz step.
+    Compare the results at each position with the results at the first position. Yield one bool per comparison, which is
+    True if the two results are bitwise identical."""
     products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):
@@ -84,8 +85,8 @@ def _comparisons(
 
 
 def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
-    """Compute the matrix products of one Newton-Schulz step for all matrices in a batch. The last product is computed
-    twice: once alone, and once with a matrix added to it."""
+    """Compute the three matrix products of one Newton-Schulz step for all matrices in a batch. Return four results: the
+    last product is computed twice, once alone and once with another matrix added to it."""
     y = empty_batch(batch.shape, products.operands, batch.device)
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)

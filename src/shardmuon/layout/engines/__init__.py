@@ -1,6 +1,6 @@
 """Engines are adapters for different kinds of parameter storage. An engine describes how a tensor is distributed over
-the ranks, and accesses the part that this rank stores. A tensor that no other engine recognizes is handled as a plain
-tensor.
+the ranks, and accesses the part that this rank stores. The base engine handles plain tensors, and all tensors that no
+other engine recognizes.
 
 Each kind of storage has its own file. Engines for a single framework are defined in the framework's file in
 `shardmuon.frameworks`.

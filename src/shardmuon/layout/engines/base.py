@@ -197,8 +197,8 @@ class Engine:
         return shape, {rank: whole if extent.held is None else extent.held for rank, extent in extents.items()}
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
-        """List the process groups in the options of the parameter's group, each as a process group, a `GroupRef` or
-        None. Subclasses add process groups from the parameter's own attributes."""
+        """List the process groups in the options of the parameter group. Subclasses add process groups from the
+        parameter's own attributes. Each item is a `GroupRef`, a process group or None."""
         return [GroupRef.of(group.get("process_group")), GroupRef.of(group.get("tp_group"), "tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
@@ -228,8 +228,8 @@ class Engine:
     def storages(
         self, params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any]
     ) -> Sequence[Sequence[Tensor]] | None:
-        """Return the local storages of parameters, of their gradients and of each kind of state tensor, or None if a
-        quick check fails. This is the fast path for steps (under no_grad).
+        """Return the local storages as one list for the parameters, one for the gradients and one for each kind of
+        state tensor. Return None if a quick check fails. Steps use this method as a fast path under no_grad.
 
         The check requires that gradients and state are placed like the parameters, that all tensors of one kind have
         the same dtype, and that parameters and state are writable. If the check fails, the caller checks each tensor

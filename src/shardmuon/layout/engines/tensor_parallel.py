@@ -33,7 +33,7 @@ class TensorParallelEngine(Engine):
     `tp_group` stores either a shard or a replica of the tensor.
 
     Attributes:
-        shards: The tensor-parallel group.
+        shards: Reference to the tensor-parallel process group.
     """
 
     plain_shards = True
@@ -41,8 +41,8 @@ class TensorParallelEngine(Engine):
     shards: GroupRef
 
     def cut(self, param: Tensor) -> Cut | None:
-        """Read from the tensor's attributes how the tensor-parallel group cuts the tensor: along which dim, and with
-        which stride. Return None if every rank has the whole tensor.
+        """Return the dim and the stride of the tensor-parallel cut, which the tensor's attributes state. Return None if
+        every rank has the whole tensor.
 
         Raises:
             ValueError: The tensor's attributes name an invalid dim or stride.
@@ -120,7 +120,7 @@ def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> Non
     Args:
         param: The parameter.
         group: Its parameter group.
-        inherited: Which of the options "tp_group" and "process_group" the parameter group inherits from the optimizer.
+        inherited: Options, out of "tp_group" and "process_group", that the parameter group inherits from the optimizer.
 
     Raises:
         ValueError: An expert's parameter would inherit a process group other than the empty group ().
