@@ -182,7 +182,7 @@ def _glance(
         kind = members[seen[0]].group, weights[0].dtype, dtype, stored, weights[0].device, momenta[0].device, False
         for number, weight, grad, momentum in zip(seen, weights, grads, momenta, strict=True):
             found.weights[number], found.grads[number], found.momenta[number] = weight, grad, momentum
-            found.states[number], found.said[number], found.kinds[number] = GradientState.READY, said, kind
+            found.states[number], found.said[number], found.kinds[number] = said[0], said, kind
 
 
 def _look(found: Proposal, number: int, binding: Binding, core: Any) -> str:

@@ -247,7 +247,7 @@ class Engine:
         # Expanded parameters and state tensors take the slow path, because their elements share memory and cannot be
         # written.
         for column in (params, *states):
-            if list(map(_DEVICE, column)) != devices:
+            if column is not params and list(map(_DEVICE, column)) != devices:
                 return None
             if not all(map(Tensor.is_contiguous, column)) and any(0 in one.stride() for one in column):
                 return None
