@@ -25,8 +25,8 @@ from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
 
 def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[list[str], dict[str, Any]]:
-    """Audit random steps without faults. Return the lines of a table that counts the findings for each dtype, and a
-    dict that lists these findings."""
+    """Audit random steps without faults. Return the lines of a table with one row per dtype, and a dict from each dtype
+    to its findings and counts."""
     lines = ["| products | healthy steps | matrices | findings | rows `inconclusive` |", "|---|---|---|---|---|"]
     data: dict[str, Any] = {}
     for dtype in DTYPES:
@@ -45,7 +45,7 @@ def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[li
 
 def count_named(rows: list[int], device: str) -> tuple[list[str], dict[str, Any]]:
     """Plant every fault in matrices of every size. Return the lines of a table that shows which faults the audit
-    identifies, and a dict of the table's cells."""
+    identifies, and its cells as nested dicts, keyed by fault and then by column."""
     products = {name: PRODUCTS[name] for name in DTYPES}
     heads = [f"{name} {size}" for name in products for size in rows]
     data: dict[str, dict[str, str]] = {name: {} for name in FAULTS}

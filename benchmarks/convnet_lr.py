@@ -1,4 +1,4 @@
-"""Learning rates of convolutional nets trained from scratch with AdamW or Muon, in a short and a longer run.
+"""Compare learning rates of AdamW and Muon on convolutional nets trained from scratch, in short and longer runs.
 
     OMP_NUM_THREADS=1 python benchmarks/convnet_lr.py     # about five minutes on two idle cores
     OMP_NUM_THREADS=1 python benchmarks/convnet_lr.py --seeds 1
@@ -101,7 +101,7 @@ def convnext() -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """An optimizer to compare: its code, the learning rates to try, and a function (model, lr) -> optimizer."""
+    """An optimizer to compare: its code as text, learning rates to try, and a function (model, lr) -> optimizer."""
 
     code: str
     rates: tuple[float, ...]

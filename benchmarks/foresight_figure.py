@@ -2,8 +2,8 @@
 
 The number of tokens per step stays fixed as ranks are added. Solid lines show FSDP over all ranks, with 64-way expert
 parallelism for DeepSeek-V3. The dashed line, for the 8B model, shows HSDP, which shards within a node and replicates
-across nodes, so that each result is sent to every replica. Each band is the interval that `shardmuon plan` predicts,
-and the line in it is the predicted middle value. Nothing is measured. The script takes minutes on one core.
+across nodes. The lines are the middle values that `shardmuon plan` predicts, and the bands are its intervals. Nothing
+is measured. The script takes minutes on one core.
 
     python benchmarks/foresight_figure.py
 """

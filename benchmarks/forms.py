@@ -108,9 +108,8 @@ def _one_norm(x: Tensor) -> Tensor:  # (m, n) -> the same shape and dtype
 
 
 def muon_eq() -> None:
-    """Print, for each dtype, two errors of MuonEq with rows scaled to their mean norm, and with rows scaled to norm 1.
-    The first is the error of the scaled matrix, apart from a common factor. The second is the error of the update
-    computed from it in this dtype. Both are relative to fp64."""
+    """Compare MuonEq with rows scaled to their mean norm and with rows scaled to norm 1. For each, print two errors
+    relative to fp64: that of the scaled matrix, up to a common factor, and that of the update computed from it."""
     steps, rows, cols = schedule("keller").triples, 128, 256
     zeros, tiny, huge = (drawn("gauss", rows, cols, seed) for seed in (1, 2, 3))
     zeros[::4] = 0

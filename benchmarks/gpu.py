@@ -75,7 +75,7 @@ CONTENDERS = (
 
 
 def timings(device: torch.device, d: int, layers: int, rounds: int) -> tuple[list[str], dict[str, Any]]:
-    """Time interleaved steps of the contenders, each on its own model. On a GPU, also measure the peak memory and the
+    """Time steps of the contenders in turn, each on its own model. On a GPU, also measure the peak memory and the
     number of kernels of a step. Return the lines of a table, and a dict of the results."""
     rows: dict[str, dict[str, Any]] = {contender.name: {"seconds": []} for contender in CONTENDERS}
     steps: dict[str, Callable[[], Any]] = {}

@@ -33,7 +33,7 @@ COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def linear_nearest(x: Tensor) -> Tensor:
-    """Round to 8-bit codes in equal steps, as a baseline for the codes that the package uses."""
+    """Round to equally spaced 8-bit codes, as a baseline for the package's codes."""
     cols = x.shape[1]
     blocks = torch.nn.functional.pad(x, (0, -cols % BLOCK)).view(len(x), -1, BLOCK)
     scale = blocks.abs().amax(-1, keepdim=True)

@@ -68,7 +68,8 @@ def arithmetic(products: torch.dtype) -> Iterator[None]:
 
 
 def taken(file: Path, names: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Execute only the named functions, classes and constants of a file, with `given` as extra globals.
+    """Execute only the named functions, classes and constants of a file, with `given` as extra globals. Return
+    their globals.
 
     A method is named as "Class.name".
 

@@ -2,13 +2,12 @@
 
 Errors: the relative Frobenius distance to the exact polar factor and the range of the singular values, for every
 schedule, method and dtype, on five spectra. FLOPs: the count of torch's FlopCounterMode compared with the package's
-formulas. Speed: the method that the optimizer chooses if the option `method` is "auto", compared with other projects.
-In each round, every contender runs once. The ratio is the median of the round-by-round ratios, and is above 1 where
+formulas. Speed: the time of each other project, divided by that of the method that `method="auto"` chooses. Every
+contender runs once per round, and the table gives the median of the rounds' ratios. A ratio above 1 means that
 shardmuon is faster. All contenders run five steps with the coefficients of torch.optim.Muon.
 
 torch.optim.Muon casts matrices to bf16. In the fp32 rows of the table, this cast is replaced by one to fp32, which is
-faster on CPUs that emulate bf16 products. In the bf16 rows, the function runs unchanged. For a project that is not
-installed, the table gives the reason instead of a ratio.
+faster on CPUs that emulate bf16 products.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ def _cell(name: str, steps: int, method: str, at: int, device: torch.device) -> 
 
 
 def counted() -> list[str]:
-    """A table of the FLOPs that torch counts on a CPU, compared with the package's formula. Symmetric products are
-    computed in full for m = 96; for m = 384, only one triangle of them is computed."""
+    """A table of the FLOPs that torch counts on a CPU, compared with the package's formula. Small symmetric
+    products (96 x 96) are computed in full. Of large ones (384 x 384), only one triangle is computed."""
     lines = ["| schedule, method | m x n | counted GFLOP | formula | ratio |", "|---|---|---|---|---|"]
     for name, steps in (("keller", 5), ("polar_express", 5), ("cubic", 5)):
         for method in ("standard", "gram"):
@@ -101,7 +100,7 @@ def counted() -> list[str]:
                 with FlopCounterMode(display=False) as counter:
                     orthogonalize(torch.randn(1, m, n), triples, method=method, dtype=torch.float32)
                 total = counter.get_total_flops()
-                kind = "cpu" if m > 96 else "cuda"  # small matrices use full products even on CPUs
+                kind = "cpu" if m > 96 else "cuda"  # CPUs compute small symmetric products in full, as GPUs do
                 formula = flops(method, m, n, triples, torch.float32, torch.device(kind))
                 row = f"{m}x{n} | {total / 1e9:.4f} | {formula / 1e9:.4f} | {total / formula:.4f}"
                 lines.append(f"| {name} {steps}, {method} | {row} |")

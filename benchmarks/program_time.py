@@ -1,8 +1,8 @@
-"""Time to make layouts, a plan and one rank's programs for matrices on a large mesh.
+"""Measure the time to make layouts, a plan and one rank's programs for matrices on a large mesh.
 
-A program lists the copies that a rank makes between its shards, the matrices that it orthogonalizes, and messages. The
-script also counts these copies. One process simulates the mesh without storing tensors. Every round starts with fresh
-layouts. The script takes 45 seconds on one core, most of them for counting copies.
+A program lists the copies and exchanges of one rank. The script also counts the copies from receive buffers. One
+process simulates the mesh without storing tensors. Every round starts with fresh layouts. The script takes 45 seconds
+on one core, most of them for counting copies.
 
     python benchmarks/program_time.py                              # 400 matrices on 1 x 1024 and 16 x 64 ranks
     python benchmarks/program_time.py --mesh 4x256 --matrices 1000
@@ -38,7 +38,7 @@ def sizes(text: str) -> Ints:
 
 
 def hybrid_sharded(shape: Ints, mesh: Ints) -> ParamLayout:
-    """A layout in which every replica cuts the rows into shards of one size; the last ones may be smaller or empty."""
+    """A layout in which every replica cuts the rows into equal shards, except that the last may be smaller or empty."""
     rows, cols = shape
     replicas, shards = mesh
     step = -(-rows // shards)
@@ -49,7 +49,7 @@ def hybrid_sharded(shape: Ints, mesh: Ints) -> ParamLayout:
 
 def measure(mesh: Ints, num: int, policy: Policy, rounds: int) -> dict[str, Any]:
     """Time each phase in each round. Return a dict with the times, the number of buckets, and a histogram of the number
-    of copies with which an owner assembles its matrices of one bucket."""
+    of copies that an owner makes from the receive buffer of one bucket."""
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(rounds):
         began = [time.perf_counter()]

@@ -58,7 +58,7 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def fp32_casts(active: bool) -> Iterator[None]:
-    """Make casts to bf16 return fp32 in the `with` block, if `active` is True. For other projects' optimizers only."""
+    """Make bf16 casts return fp32 inside the block if `active` is True. Use it for other projects' optimizers only."""
     original = Tensor.bfloat16
     original_to = Tensor.to
 
@@ -83,7 +83,7 @@ class Fp32Source(importlib.machinery.SourceFileLoader):
     CASTS = ("X = G.to(dtype=torch.bfloat16)", "X = G.bfloat16()")
     replaced = 0
 
-    def get_code(self, fullname: str) -> CodeType:  # ignores cached bytecode, which has the unchanged casts
+    def get_code(self, fullname: str) -> CodeType:  # skips cached bytecode, which has the original casts
         source = self.get_data(self.path).decode()
         for cast in self.CASTS:
             Fp32Source.replaced += source.count(cast)
@@ -184,8 +184,8 @@ CONTENDERS = (
 
 
 def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], native: bool) -> dict[str, Any]:
-    """Time all contenders on this rank. Return a dict from the name of a contender to its times and methods, or to the
-    reason why it did not run."""
+    """Time all contenders on this rank. Return a dict with an entry for each contender: a dict of its times in seconds
+    ("wall", "cpu") and its methods ("how"), or the reason why it did not run."""
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=40)
     if not native:
@@ -242,7 +242,7 @@ def build(contender: Contender, d: int, layers: int) -> Any:
 
 
 def how(optimizer: Any) -> str:
-    """The methods and dtypes that shardmuon's plan chose; an empty string for other optimizers."""
+    """The methods and dtypes in shardmuon's plan, separated by commas; an empty string for other optimizers."""
     plan = getattr(optimizer, "plan", None)
     return "" if plan is None else ", ".join(sorted({str(item.choice) for item in plan.items}))
 

@@ -42,7 +42,8 @@ class Sweep:
         return found
 
     def curve(self, name: str, start: int) -> Curve:
-        """Search powers of two from 2**start until both neighbours of the best have been tried; return all losses."""
+        """Try powers of two around 2**start until both neighbours of the best have been tried. Return the losses at
+        every power tried."""
         found = {power: self.losses(name, power) for power in (start - 1, start, start + 1)}
         while missing := [power for power in (best(found) - 1, best(found) + 1) if power not in found]:
             found |= {power: self.losses(name, power) for power in missing}

@@ -58,7 +58,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def step_times(args: argparse.Namespace) -> dict[str, float]:
-    """Time steps of each variant on the matrices of a transformer layer; return each shortest time in milliseconds."""
+    """Time steps on the matrices of a transformer layer. Return each variant's shortest step time in milliseconds."""
     d = args.time_width
     shapes = [(d, d)] * 4 + [(3 * d, d)] * 2 + [(d, 3 * d)]
     optimizers: dict[str, Muon] = {}

@@ -12,10 +12,10 @@ compiled (TORCHDYNAMO_DISABLE=1).
 The original code is called the origin of the variant. Both start with the same weights and get the same gradients,
 whose rows differ in scale by up to 100. Both use the origin's coefficients, momentum, decay and learning-rate scale.
 Every origin runs three times: unchanged (with bf16 products), with its casts to bf16 replaced by fp32, and with all its
-casts replaced by fp64. The class `Arithmetic` replaces the casts. The difference between an origin's run in bf16 or
-fp32 and its run in fp64 is called the band. Two runs of the same formula may each be off by the band, so two runs that
-differ by more than twice the band are "outside". (Cautious decay depends on the sign of a weight times its update. If
-the product is zero up to rounding, the weight may decay in one run and not in the other.)
+casts replaced by fp64. The difference between an origin's run in bf16 or fp32 and its run in fp64 is called the band.
+The band estimates the rounding error of a run, so two runs that differ by more than twice the band are "outside". Runs
+with cautious decay can differ more: if a weight times its update is zero up to rounding, the weight may decay in one
+run and not in the other.
 
 The last column of the table shows that the comparison can detect errors: it gives the difference from the origin if
 shardmuon's variant lacks one of its stages.

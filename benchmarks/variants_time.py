@@ -1,20 +1,19 @@
 """Time that each variant and QK-clip add to a step, in one interleaved run: ratios to plain Muon.
 
     python benchmarks/variants_time.py                    # both widths, 1 and 2 ranks, and QK-clip: about six minutes
-    python benchmarks/variants_time.py --seconds 20       # a quick try
+    python benchmarks/variants_time.py --seconds 20       # a quick run
 
 Optimizer steps: the model has layers of (3d x d, d x d, 4d x d, d x 4d) under FSDP2, and an embedding of 4096 x d that
-AdamW steps with weight decay. There are 4 layers with d = 384, or one with d = 1024, where products take a larger share
-of a step (they grow with d^3, and passes over memory with d^2). Gradients are injected, and each rank uses one thread.
-Matrices have no weight decay, because Hyperball does not allow it.
+AdamW steps with weight decay. There are 4 layers with d = 384, or one with d = 1024, where matrix products take a
+larger share of a step. Gradients are injected, and each rank uses one thread. Matrices have no weight decay, because
+Hyperball does not allow it.
 
 In every round, each contender takes one step, and its time is divided by that of plain Muon in the same round. Each
-round starts with a different contender. The result is the median of these ratios, for wall time and for processor time.
-Both are those of the slowest rank; processor time excludes the wait at the barrier, so other work on the machine
-affects it less. Plain Muon runs twice: the difference of its second row from 1, and the spread of its quartiles, show
-the machine's own noise. The table also gives the number of torch calls in a step on one rank, and the bytes that they
-read and write (without those of products); other work on the machine affects neither. A call on a list of tensors
-counts as one.
+round starts with a different contender. The result is the median of these ratios, for the wall time and the processor
+time of the slowest rank. Processor time excludes the wait at the barrier, so other work on the machine affects it less.
+Plain Muon runs twice, and the ratios of the second run show the noise of the machine. The table also gives the number
+of torch calls in a step on one rank, and the bytes that they read and write, except in matrix products. A call on a
+list of tensors counts as one.
 
 QK-clip is timed in whole training steps (forward, backward, optimizer step) of the model in examples/train.py, in one
 process. Steps in which QK-clip does not measure logits are timed separately; with `every=10`, these are nine of ten
@@ -69,8 +68,7 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 
 def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
-    """Build weights in the given layout, set gradients, and return the contender's optimizer for them. The context
-    manager `meshes_on` selects the device."""
+    """Build weights in the given layout, set gradients, and return the contender's optimizer for them."""
     case, world = LAYOUTS[layout], dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(s, generator=generator) * 0.02 for s in [*shapes(d, layers), (4096, d)]]

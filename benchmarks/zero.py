@@ -1,15 +1,15 @@
 """Compare shardmuon with DeepSpeed's own Muon and AdamW at ZeRO stages 1, 2 and 3, on one model and the same gradients.
 
-DeepSpeed runs with its default configuration: only the stage, the batch and the optimizer are set, so gradients are
-clipped at 1.0 (the default since DeepSpeed 0.19.3). The loss is the sum of all weights, each multiplied elementwise by
-a constant, so the gradients are known. The error of the first update is its relative Frobenius distance from the result
-of the five Newton-Schulz steps on the full mean gradient in fp32. A step consists of forward, backward and
+DeepSpeed runs with its default configuration: only the stage, the batch size and the optimizer are set, so gradients
+are clipped at 1.0 (the default since DeepSpeed 0.19.3). The loss is the sum of all weights, each multiplied elementwise
+by a constant, so the gradients are known. The error of the first update is its relative Frobenius distance from the
+result of the five Newton-Schulz steps on the full mean gradient in fp32. A step consists of forward, backward and
 `engine.step()`. DeepSpeed compiles its Newton-Schulz with inductor, so the first steps are not timed.
 
 The bytes moved are those of all ranks' gradients, updates and weights that cross the loopback interface (Linux only).
 If other programs use that interface too, run the script in a network namespace: `unshare -n sh -c 'ip link set lo up;
-python zero.py'`. The peak of a step is the highest resident memory of a rank during the step, minus what was resident
-before it.
+python zero.py'`. The peak of a step is the highest resident memory of a rank during the step, minus its resident
+memory before the step.
 """
 
 from __future__ import annotations

@@ -231,8 +231,9 @@ def whole(x: Tensor) -> Tensor:
 
 
 def proven_step(optimizer: Muon, dense: Model, weight_decay: float) -> dict[str, Any]:
-    """Take a step, and the same step on whole matrices in `dense`. Return a dict with the largest relative difference
-    between the new weights, and with flags for bitwise equality. Collective."""
+    """Take a step, and the same step on whole matrices in `dense`. Return a dict with the largest difference between
+    the new weights, relative to the update, and with flags for bitwise equality with `dense` and between ranks.
+    Collective."""
     reference = build_muon(dense, optimizer.param_groups[0]["lr"], weight_decay)
     pairs = []
     for group in (group for group in optimizer.param_groups if group["use_muon"]):
@@ -357,7 +358,8 @@ def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def main() -> int:
     """Train with the options of the command line; return 1 if the last update is wrong, and 0 otherwise."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # warns of outputs modified in place; here, none are
+    # FSDP2 warns that outputs must not be modified in place. This script modifies none.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     # Hide the warning that DTensors sharded over two mesh dims are gathered in two steps.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

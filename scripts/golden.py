@@ -56,7 +56,7 @@ def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
         try:
             code = process.wait(TIMEOUT)
         except BaseException:
-            os.killpg(process.pid, 9)  # the process group also contains the ranks
+            os.killpg(process.pid, 9)  # kills the ranks as well as `process`
             raise
     if code:
         sys.exit(f"golden rows on {ranks} ranks failed with {tree / 'src'} (exit status {code})")

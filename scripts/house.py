@@ -8,9 +8,8 @@ versions of torch and Python. Rows 8 and 9 are ratios of times measured on the s
 
 [Note: calls]
     A call is counted when a frame of a function in src/shardmuon starts. A generator that resumes does not start a new
-    frame. C calls are the calls to C functions that these frames make. Row 1 does not count the frames of
-    comprehensions and generator expressions, but it counts their C calls. Row 2 counts these frames,
-    too (there are fewer of them in Python 3.12 than in 3.11).
+    frame. C calls are the calls to C functions that these frames make. Row 1 leaves out the frames of comprehensions
+    and generator expressions, but not their C calls. Row 2 counts all frames, of which Python 3.12 starts fewer.
 """
 
 from __future__ import annotations
@@ -327,8 +326,8 @@ def layers_of_contract() -> list[str]:
 
 
 def host_time(num_matrices: int, num_vectors: int) -> float:
-    """Measure the processor time of a step, divided by that of torch.optim.Muon and torch.optim.AdamW on tensors of the
-    same shapes. Return the median of five measurements.
+    """Measure the processor time of a step, divided by the total time of torch.optim.Muon and torch.optim.AdamW on
+    tensors of the same shapes. Return the median of five measurements.
 
     The tensors are so small that arithmetic takes hardly any time, so it does not matter that torch's Muon multiplies
     in bf16.
@@ -356,8 +355,7 @@ def host_time(num_matrices: int, num_vectors: int) -> float:
 
 
 def vote_time() -> str:
-    """Measure the time of a vote (the check before a step that all ranks agree) on eight ranks, divided by the time of
-    an all-reduce."""
+    """Time a vote, in which eight ranks agree to start a step. Return its time divided by that of an all-reduce."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "benchmarks/vote_time.py"]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
@@ -376,8 +374,8 @@ def vote_time() -> str:
 
 
 def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -> float:
-    """Compute the largest number of bytes that any rank sends in a step, divided by the mean over all ranks. The `num`
-    matrices cycle through the placements in `ways`."""
+    """Compute the largest number of bytes that any rank sends in a step, divided by the mean over all ranks. The
+    placements in `ways` are assigned to the `num` matrices in turn."""
     from simulated import spec
 
     from shardmuon.layout.mesh import OnMesh
@@ -464,7 +462,7 @@ def row_bytes() -> str:
 
 
 def satellites() -> list[ast.Module]:
-    """Parse all Python files in src: those of shardmuon and of its satellite packages, such as shardmuon_qkclip."""
+    """Return the syntax trees of shardmuon and of its satellite packages, such as shardmuon_qkclip."""
     return list(sources(ROOT / "src").values())
 
 

@@ -254,8 +254,8 @@ def run_tests(tree: Path, tests: list[str], timeout: float) -> tuple[int, str]:
 
 
 def judge(mutant: Mutant, fine: set[str], broken: list[str]) -> dict[str, Any]:
-    """Run the tests on a mutant, and return the mutant's entry in the results file. A test that fails runs again
-    without the mutant, unless it is in `fine`. It is then added to `fine` if it passes, and to `broken` otherwise."""
+    """Run the tests on a mutant, and return the mutant's entry in the results file. A failed test that is
+    not in `fine` runs again without the mutant. If it passes, it is added to `fine`, otherwise to `broken`."""
     started = time.monotonic()
     tests = [f"tests/{name}.py" for name in tests_for(mutant)]
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:

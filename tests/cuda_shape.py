@@ -298,8 +298,8 @@ class _Mirror:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
-        """Return the message merged over all ranks. Its sum of digests is 0, because the weighted sum of equal digests
-        is zero (see [Note: the message] in comm/vote.py)."""
+        """Return the message merged over all ranks. Its sum of digests is 0, because all ranks have equal digests (see
+        [Note: the message] in comm/vote.py)."""
         phase, flags, _, presence = message
         return phase, flags, 0, presence
 

@@ -103,8 +103,8 @@ GROUPS: Groups = [
     (("heads",), {"split_sizes": 3, "lr": 0.03, "momentum": 0.9}),
     (("tiny",), {"lr": 0.05}),
 ]
-# Universal checkpoints do not support empty flat buffers. "tiny" alone could leave some ranks such a buffer, so it is
-# in the same group as "d".
+# Universal checkpoints do not support empty flat buffers. In a group of its own, "tiny" could leave the buffers of some
+# ranks empty, so it joins the group of "d".
 JOINED: Groups = [GROUPS[0], (("d", "tiny"), GROUPS[1][1]), *GROUPS[2:4]]
 
 

@@ -55,7 +55,7 @@ def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndar
 
 
 class DenseMuon:
-    """Dense Muon, which steps full tensors one matrix at a time.
+    """Reference optimizer that steps full tensors one matrix at a time.
 
     Args:
         weights: Initial value of each weight.

@@ -109,9 +109,9 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
 
 @quick_plans()
 def _comparisons(layout: str) -> dict[str, Comparison]:
-    """Compare a layout with reference runs, and return the comparisons by name of the reference. Every layout is
-    compared with a single-process run. On 4 ranks, every layout is also compared with torch.optim.Muon in fp32. On 2
-    ranks, every third layout is compared with torch.optim.Muon in bf16.
+    """Compare a layout with reference runs, and return a dict from the name of each reference to the comparison. Every
+    layout is compared with a single-process run. On 4 ranks, every layout is also compared with torch.optim.Muon in
+    fp32. On 2 ranks, every third layout is compared with torch.optim.Muon in bf16.
 
     More combinations would test nothing new: the plan does not depend on the reference, and the dtype only changes the
     plan's byte counts.

@@ -104,9 +104,8 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the line numbers of the comprehensions of a file in which the tests raise no exception, because they
-    process messages from other ranks. These are the comprehensions in functions listed in TRANSPORT, except in `with`
-    blocks."""
+    """Return the line numbers of the comprehensions in a file that process messages from other ranks. The tests raise
+    no exception in them. They are the comprehensions in functions listed in TRANSPORT, except in `with` blocks."""
     found, listed = set[int](), {name for of, name in TRANSPORT if of == file}
 
     def walk(node: ast.AST) -> None:
@@ -125,10 +124,10 @@ def _sorting(file: str) -> frozenset[int]:
 
 
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """Return the package's functions that `call()` enters after the function `begin` and before the first collective.
+    """Return the package's functions that `call()` enters after the function `begin`, up to the first collective.
 
-    If `last` is given, stop when the function `last` is entered, and return the functions that were entered before the
-    most recent collective. With last="<end>", return all functions up to the end of the call.
+    If `last` is given, they are returned up to the last collective before `call()` enters the function `last`. With
+    last="<end>", they are returned up to the end of the call.
     """
     # Each entry of `found` is a function and the number of collectives that ran before the function was entered.
     found: list[tuple[Place, int]] = []

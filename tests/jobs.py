@@ -79,7 +79,7 @@ def shards(layout: str) -> list[dict[str, Any]]:
 
 
 def alone() -> list[dict[str, Any]]:
-    """Return a parameter group with an expert that only this rank has, and a parameter group of AdamW vectors."""
+    """Return a parameter group with an expert that only this rank has, and one with vectors for AdamW."""
     return [
         {"params": [Spec(f"expert{dist.get_rank()}", (6, 8))], "process_group": (), "tp_group": ()},
         {"params": [Spec("bias", (9,)), Spec("scale", (4,))], "use_muon": False},

@@ -338,7 +338,7 @@ class Job:
 
 
 class Dense:
-    """A dense copy of the parameters in this process, grouped as in Megatron's optimizers."""
+    """A dense copy of the parameters, with optimizers that have the same parameter groups as Megatron's."""
 
     def __init__(self, optimizer: Any, whole: dict[str, Tensor]) -> None:
         self.params = {name: nn.Parameter(t.float()) for name, t in whole.items()}

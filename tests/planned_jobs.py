@@ -1,5 +1,5 @@
-"""Configs of small models, and a function that compares measurements of real steps on ranks with the predictions of
-`foresight`, which starts no ranks."""
+"""Configs of small models, and a function that compares measurements of real steps with the predictions of
+`foresight`."""
 
 from __future__ import annotations
 

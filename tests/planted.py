@@ -211,8 +211,8 @@ def _by_halves(original: Any) -> Any:
 
 
 def _clamped(update: Tensor) -> Tensor:
-    """Clamp an update's elements to 0.8 times the RMS of a full orthogonalized matrix's elements. The rows of the
-    matrix are sharded over two ranks, so `update` contains only half of them."""
+    """Clamp elements to 0.8 times the RMS of the full orthogonalized matrix. `update` contains half of its rows,
+    because the matrix is sharded over two ranks."""
     limit = 0.8 / max(2 * update.shape[0], update.shape[1]) ** 0.5
     return update.clamp(-limit, limit)
 
@@ -380,15 +380,14 @@ class Fault:
     # Findings that an audit may report in addition to `names`, for example because they depend on which rank
     # orthogonalizes a matrix.
     also: set[str] = field(default_factory=set)
-    # If True, the fault is tested only with the matmul dtype in `options`, because an audit with another dtype or
-    # without bitwise comparisons would not find it.
+    # True if only a bitwise audit with the matmul dtype in `options` finds the fault.
     exact: bool = False
     samples: int = 8
     dtype: torch.dtype = torch.float32
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # finding that is also allowed for faults that give the rows of an update wrong norms
+_LENGTH = ("wrong_matrix",)  # optional finding for faults that give the rows of an update wrong norms
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -641,11 +640,10 @@ _SOUND: set[str] = set()  # combinations of model and options for which a correc
 
 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
-    """Audit a step in which a fault is injected.
+    """Plant a fault in the first step (if `first` is True) or in the third step. Return the audit report of this step.
 
-    If `first` is True, the fault is injected in the first step. Otherwise, it is injected in the third step. The
-    correct second step is then audited as well, once for all faults with the same model and options, and must have no
-    findings.
+    If `first` is False, also assert that an audit of the correct second step finds nothing. This is done only once for
+    all faults with the same model and options.
     """
     fault = FAULTS[name]
     options = options | fault.options

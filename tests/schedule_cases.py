@@ -22,12 +22,10 @@ class ScheduleCase(NamedTuple):
         band: Smallest and largest singular value after the steps, to two decimal places. Before the steps, singular
             values are between 0.01 and 1.
         slope: Slope of the iteration at zero: the product of the linear coefficients of all steps.
-        errors: For each matrix of `spectra.SPECTRA`, the result's relative distance from the polar factor, in the
-            Frobenius norm and rounded up. Rounding errors are not included: tests add a bound for them. Only the error
-            of the square Gaussian matrix depends noticeably on the seed.
-        restarts: A pair (fp16, fp32) with the expected restarts of the Gram form in each of these dtypes. The fp16
-            entry is either the number of restarts, or a tuple with the indices of the steps before which they occur.
-            The fp32 entry is the number of restarts.
+        errors: For each matrix of `spectra.SPECTRA`, an upper bound of the result's relative distance from the polar
+            factor in the Frobenius norm, in exact arithmetic.
+        restarts: Number of restarts of the Gram form in fp16 and in fp32. In fp16, it can be replaced with a tuple of
+            the indices of the steps before which they occur.
     """
 
     band: tuple[float, float]

@@ -222,7 +222,7 @@ def planned(
     policy: Policy = SMALL,
     *,
     device: torch.device = CPU,
-    # indices of parameters whose matrices are exchanged in fp64, as if the parameters were fp64
+    # indices of parameters to plan as if they were fp64
     wide: Collection[int] = (),
 ) -> Plan:
     """Return the plan of a step on parameters with the given layouts and options."""

@@ -33,7 +33,7 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], seeds: Itera
 
 
 def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
-    """Assert that all tensors have equal dtypes and values. A NaN counts as a difference."""
+    """Assert that corresponding tensors have equal dtypes and values. NaNs are never equal."""
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
         assert a.dtype == b.dtype
         assert torch.equal(a, b), f"tensor {i} differs by {(a.double() - b.double()).abs().max():.2e}"

@@ -99,11 +99,10 @@ def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
 
 
 def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> list[Comparison]:
-    """Compare steps on a layout over all ranks with steps on the full matrices on this rank alone, once with fp32 and
-    once with bf16 matmuls.
+    """Compare steps on a layout with steps on the full matrices. Return two comparisons, with fp32 and bf16 matmuls.
 
-    Afterwards, take one more step, in which any host synchronization raises an error. The attribute `about` of each
-    returned comparison is the text of that error, or "" if the step succeeds.
+    Then take one more step, in which any host synchronization raises an error. The attribute `about` of each comparison
+    is the text of that error, or "" if the step succeeds.
     """
 
     def once_more(optimizer: Muon) -> str:

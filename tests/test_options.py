@@ -103,8 +103,8 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved = torchs.state_dict()
     with pytest.raises(ValueError, match="parameter 0 of group 1: its state in the checkpoint is"):
         ours.load_state_dict(saved)
-    # A checkpoint of torch.optim.Muon is accepted if it has no state for a parameter that is in an AdamW group of
-    # `Muon`. AdamW then starts from zero moments, because it cannot use the momentum of Muon.
+    # AdamW cannot use the momentum of torch.optim.Muon. So a checkpoint is accepted only if it has no state for the
+    # parameter in the AdamW group, whose moments then start from zero.
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]
@@ -272,9 +272,8 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     plain = recovered("none", shape)
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
-    # `found` and `plain` are each a difference of two stored weights, divided by the lr of 1/2. Initial weights are at
-    # most 4 in magnitude. The tolerance covers the rounding of each weight and of each difference, and six roundings
-    # for multiplications and divisions by lr and the scale.
+    # `found` and `plain` are differences of stored weights, divided by the lr of 1/2, so the tolerance must cover the
+    # rounding of the weights. Initial weights are at most 4 in magnitude.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 

@@ -13,14 +13,10 @@ class VariantCase(NamedTuple):
     """Expected values for a variant.
 
     Attributes:
-        launches: Largest number of kernels that the variant may add to a step on an accelerator, for a model of one
-            layer and for a model of four layers. If a limit is exceeded, test_cuda_shape.py prints the number of
-            kernels.
+        launches: Pair of upper limits on the kernels that the variant adds to a step on an accelerator: for a model of
+            one layer, and for a model of four.
         left_out: All findings that an audit must report when the variant's first pre- or post-processing stage is left
-            out. This is usually "variant_wrong" for a stage before the orthogonalizer, "kept_wrong" for a stage after
-            it that keeps state, and "norm_wrong" for a stage that changes weights. Wrong rows or columns cause
-            "wrong_matrix". A single wrong factor causes "clipped_update" or "scale_wrong". If the findings differ,
-            test_audit.py prints them.
+            out. If others are reported, test_audit.py prints them.
     """
 
     launches: tuple[int, int]

@@ -139,10 +139,9 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Check quickly whether torch can process several lists of tensors with one kernel. The check can return False
-    although one kernel would suffice. For example, it returns False for tensors with dims of size 1, because contiguous
-    tensors of equal shape can have different strides in such dims. In this case, the caller compares the tensors index
-    by index."""
+    """Check quickly whether torch can process several lists of tensors with one kernel. The answer False may be wrong,
+    for example if a dim has size 1, where the strides of contiguous tensors can differ. The caller then compares the
+    tensors index by index."""
     shapes = list(map(_shape_of, columns[0]))
     return (
         all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)
@@ -210,7 +209,7 @@ class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
 
     def send(self, about: _T, value: Tensor) -> None:
         """Start copying a tensor to the CPU. `about` is the object that `arrived` returns with the copy."""
-        module: Any = torch.get_device_module(value.device)  # For CPU tensors, events do nothing.
+        module: Any = torch.get_device_module(value.device)  # torch.cpu has events that do nothing
         host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type != "cpu")
         host.copy_(value, non_blocking=True)
         event = module.Event()

@@ -27,9 +27,9 @@ class ExchangeError(RuntimeError):
     dict is loaded into the optimizer.
 
     Attributes:
-        UNCHANGED, HALF_DONE: Sentences for error messages about the data that the failure may have left inconsistent.
-        REMEDY, RELOAD: Sentences for error messages about how to recover, in a job with several ranks and in a job with
-            one rank, respectively.
+        UNCHANGED, HALF_DONE: Sentences for error messages: the step changed nothing on this rank, or it may have
+            updated only part of the data.
+        REMEDY, RELOAD: Sentences that say how to recover if several ranks step together, or if this rank steps alone.
     """
 
     UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"

@@ -79,8 +79,8 @@ class Host:
         Optimizer.load_state_dict(core, dict(state_dict))
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has returned. Its state
-        tensors are the optimizer's own, whereas its groups are copies."""
+        """Adapt a state dict from `torch.optim.Optimizer.state_dict` to the framework, in place. Its state tensors are
+        the optimizer's own, whereas its groups are copies."""
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
         """Return a function to run instead of a step, or None to take the step as usual. A function is returned only if
@@ -114,8 +114,8 @@ class Host:
         return True
 
     def restore_groups(self, core: Any) -> None:
-        """Restore the parameter groups to the form that they have between steps. Called after an error in the middle of
-        a step."""
+        """Undo the changes that the framework has made to the parameter groups for a step. Called after a step has
+        failed midway."""
 
     def plans(self, core: Any) -> tuple[Plan, ...]:
         """Return the optimizer's current plans (assignments of matrices to ranks). The tuple is empty before the first

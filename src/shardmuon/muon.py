@@ -222,7 +222,7 @@ class Core:
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
-        # after an AuditError, a framework does not step the remaining groups
+        # a framework that steps groups one by one stops at an AuditError
         if isinstance(error, AuditError):
             self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
@@ -286,10 +286,9 @@ class Core:
                     init_missing(p, group, self.state[p], self.keeper)
 
 
-# Message that a rank sends to the other ranks after it has made a plan: two dicts whose keys are sets of ranks over
-# which parameters are sharded or replicated. For each set, the first dict gives the number of these parameters whose
-# gradient can be missing on some of the ranks. The second dict gives the name of the set's process group, if the
-# sending rank knows such a group.
+# Message from a rank that has made a plan: two dicts keyed by sets of ranks. The first counts the parameters that a set
+# shares and whose gradient can be missing on some of its ranks. The second gives the names of the process groups that
+# the sending rank already has.
 _Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
@@ -299,7 +298,7 @@ class StepCall(TableCall[Binding]):
 
     Attributes:
         options: Settings of each parameter group; None for groups that AdamW updates.
-        proposal: Data with which this rank takes the step once all ranks have agreed to it.
+        proposal: The step that this rank will take if all ranks agree.
     """
 
     phase = Phase.STEP
@@ -775,8 +774,7 @@ class Muon(Core, Optimizer):
         and framework integrations. The state contains the ranks of the last vote. A copy has no plan, but it must vote
         together with these ranks, which may still use the original optimizer and its plan.
 
-        A copy shares process groups with the original. A pickle only identifies its process groups, and after
-        unpickling, only the default process group can be used.
+        A copy uses the process groups of the original. After unpickling, only the default process group can be used.
         """
         own = {key: self.__dict__[key] for key in _OWN} | {"process_group": GroupRef.of(self.process_group)}
         state = super().__getstate__()
@@ -784,6 +782,6 @@ class Muon(Core, Optimizer):
         return {**state, **own, "param_groups": groups}
 
 
-# Attributes that copies and pickles contain. After a pickle from another process is loaded, `component` (the ranks of
-# the last vote) is ignored, because `world` then identifies a process group that this process does not have.
+# Attributes that copies and pickles contain. After unpickling in another process, `component` (the ranks of the last
+# vote) is ignored, because `world` does not match there.
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

@@ -85,7 +85,7 @@ def _only(wanted: bool, why: str) -> _FaultOf:
 
 _TRUTH = _one_of(True, False)
 
-# Dict from the name of an option, of the optimizer or of a parameter group, to the function that checks its value.
+# Functions that check the values of the optimizer's and the groups' options, keyed by option name.
 _CHECKS: dict[str, _FaultOf] = {
     "method": _one_of(*get_args(MethodName)),
     "ns_dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -261,12 +261,8 @@ def unknown_keyword(key: str) -> TypeError:
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
-    """Return `lr`, or raise an error if it was not given, because no default would suit every model. The error message
-    starts with `where`, the name of the function that takes `lr`.
-
-    Raises:
-        TypeError: `lr` is None.
-    """
+    """Return `lr`, or raise TypeError if it is None: no default would suit every model. The error message starts with
+    `where`, the name of the function that takes `lr`."""
     if lr is None:
         raise TypeError(
             f"{where} needs lr: write lr=0.03 to train from scratch, AdamW's lr with "
@@ -315,8 +311,8 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------ a group in one step
 
-# Immutable types of option values. If a group contains other types, such as tensors or lists, its settings cannot be
-# cached, because such values can change in place.
+# Immutable types of option values. Settings are not cached if a group has an option of another type, such as a tensor
+# or a list, because its value can change in place.
 _LASTING = {type(None), bool, int, float, str, tuple, GroupRef}
 
 
@@ -383,8 +379,8 @@ class Settings:
 
 
 def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
-    """Determine the matrices that a parameter contains from its shape and the options of its group. Raise ValueError,
-    with the parameter's name, if the options do not match the shape."""
+    """Divide a parameter into matrices, based on its shape and its group's options. Raise ValueError, with the
+    parameter's name, if the options do not match the shape."""
     with about(name):
         engine = engine_for(param, group)
         shape = engine.shape(param)
@@ -428,8 +424,8 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
     - Process groups and parameter names are not replaced. Saved groups have no process groups, and saved names can
       contain prefixes of wrappers such as torch.compile.
-    - `variant` is not replaced if the saved group has no variant. Loading then raises an error, because the variant's
-      state is missing. If `variant` were replaced, it would be dropped silently.
+    - `variant` is not replaced if the saved group has no variant. So loading raises an error for the variant's missing
+      state, instead of silently dropping the variant.
     """
     group = {**mine, **theirs, **{key: mine[key] for key in (*PLACE_OPTIONS, "param_names") if key in mine}}
     if mine.get("variant") is not None and group["variant"] is None:

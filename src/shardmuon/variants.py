@@ -190,7 +190,7 @@ class BeforeStage(Stage):
 
 class AfterStage(Stage):
     """Base class of post-processing stages (such as NorMuon), which multiply each orthogonalized matrix by a factor, or
-    by one factor per line. Lines are the rows of a matrix with rows >= cols, else its columns.
+    by one factor per line. Lines are the rows of the matrix if rows >= cols, else its columns.
 
     If there are several post-processing stages, the matrix is read only once to compute all of their factors, and then
     multiplied by the product of the factors (see `scaled_`).
@@ -279,10 +279,9 @@ class WeightStage(Stage):
 
 # --------------------------------------------------------------------------------------------------------------- MuonEq
 
-# A row norm between these bounds is accurate if it is computed in fp32. If a norm is above the lower bound, its square
-# is above 2^-80. The squares of elements that underflow are below 2^-126. Even 2^20 such squares add up to less than
-# 2^-106, a fraction of less than 2^-26 of the squared norm. If a norm is below the upper bound, its square is below
-# 2^80, far from overflow.
+# A row norm between these bounds is accurate if it is computed in fp32. Above the lower bound, the squared norm is
+# above 2^-80. Squares that underflow are below 2^-126, so even 2^20 of them add up to less than 2^-26 of the squared
+# norm. Below the upper bound, the squared norm is below 2^80, far from overflow.
 _LOW, _HIGH = 2.0**-40, 2.0**40
 
 
@@ -314,9 +313,8 @@ def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     """Divide each row by its norm and by the square root of the number of nonzero rows, in place. The result is correct
     for values of any magnitude. The function does not synchronize with the device.
 
-    Each row is first divided by a power of two, which is exact. In a nonzero row, the largest magnitude is then between
-    1 and 2. If all numbers in the row are subnormal, this magnitude can be smaller, but is at least 2^-23 (2^-52 in
-    fp64). The division needs no copy of x, whereas sums in fp64 would need an fp64 copy.
+    Each row is first divided by a power of two, which is exact. The largest magnitude in a nonzero row is then between
+    1 and 2, or at least 2^-23 (2^-52 in fp64) if all numbers in the row are subnormal. So sums need no fp64 copy of x.
 
     Each matrix is summed separately, so that the bits of a matrix do not depend on the rest of the batch.
     """
@@ -429,7 +427,7 @@ VARIANTS: dict[str, Stages] = {
     "cautious": (),  # no stages: `apply_` in step/update.py implements cautious weight decay
 }
 
-# Optimizer state keys of the tensors that the stages of Muon variants store, without duplicates.
+# State keys of all variants' stages, without duplicates.
 KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})
 _ALL = ", ".join(map(repr, VARIANTS))
 

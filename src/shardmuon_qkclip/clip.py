@@ -239,13 +239,12 @@ class QKClip:
         return whole.flatten()
 
     def _parts(self, layer: Attention, holder: Holder, num_parts: int) -> list[int]:
-        """Find out which heads this rank computes under tensor parallelism, if the heads are split into `num_parts`
-        equal parts.
+        """Find the index of this rank's heads among `num_parts` equal parts of all heads, under tensor parallelism.
 
         Returns:
-            List of the possible indices of this rank's part. The part is known only if the list has exactly one entry.
-            If the query weight is a DTensor in the forward pass, the indices come from its sharding, otherwise from the
-            option `tp_group` of the optimizer's parameter groups.
+            List of candidate indices. The index is known only if there is exactly one candidate. Candidates come from
+            the sharding of the query weight if it is a DTensor in the forward pass, otherwise from the option
+            `tp_group` of the optimizer's parameter groups.
         """
         rows = next(rows for rows in layer.rows if rows.num("q"))
         below = [below for below, (_, place) in holder.weights.items() if place.name == rows.weight]

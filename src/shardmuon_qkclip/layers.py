@@ -207,8 +207,8 @@ def _layer_in(holder: Holder) -> Attention | None:
     Return None if the module has no such parameters.
 
     Raises:
-        ValueError: Logits of this type of module cannot be measured, sizes are unknown or do not fit together, or the
-            name of a weight suggests that queries and keys are fused in an unknown form.
+        ValueError: Logits of this type of module cannot be measured, the numbers of rows and heads are unknown or
+            inconsistent, or the name of a weight suggests that queries and keys are fused in an unknown form.
     """
     number = holder.number
     if isinstance(holder.module, nn.MultiheadAttention):

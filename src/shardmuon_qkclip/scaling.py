@@ -79,13 +79,13 @@ class _Target(NamedTuple):
     engine: Engine
 
     def key(self) -> object:
-        """Return the part of the layout table's cache key that depends on this weight. It changes whenever the table,
-        which lists the elements that each rank stores, must be rebuilt."""
+        """Return this weight's part of the layout table's cache key. It changes if the weight is replaced or its
+        sharding changes."""
         stored, group = self.weight.stored, self.weight.group
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
 
-# dict from (layer name, number of heads) to the ranks that share or replicate the layer's weights
+# dict from (layer name, number of heads) to the ranks that store shards or copies of the layer's weights
 _Told = dict[tuple[str, int], Ranks]
 
 

@@ -46,10 +46,12 @@ def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
 
 
 def eigen_bound(shape: Sequence[int], coefficients: Coefficients) -> float:
-    """Return an error bound for Newton-Schulz steps that are computed in fp64 from the eigenvalues of the Gram matrix,
-    for a matrix of norm 1. Each singular value is the square root of an eigenvalue. The error of a singular value near
-    zero is as large as the square root of the eigenvalue's error (see `polar_bound`). Each step multiplies this error
-    by at most the slope of the step's polynomial at zero."""
+    """Return an error bound for fp64 Newton-Schulz steps computed from the eigenvalues of the Gram matrix, for a matrix
+    of norm 1.
+
+    Singular values are square roots of eigenvalues. Near zero, their error is therefore the square root of the
+    eigenvalue's error (see `polar_bound`). Each step multiplies it by at most the slope of its polynomial at zero.
+    """
     return math.prod(a for a, _, _ in coefficients) * (max(shape) * roundoff(torch.float64)) ** 0.5
 
 
@@ -99,8 +101,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     after = before.clone()
     s = _settings(variant)
     apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, cautious=s.cautious)
-    # The tolerance allows four roundings of the weights, because `apply_` and `recovered_update` each round them twice:
-    # for the decay and for the update. It also allows four roundings of the update.
+    # `apply_` and `recovered_update` each round the weights twice, once for the decay and once for the update. Allow
+    # four more roundings for the update itself.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
     arithmetic = Arithmetic(s, Choice("standard", torch.float64), *[torch.float64] * 6)
     assert_rounded(arithmetic.recovered_update(before, after, scale, update), update, roundings=1, scale=sizes)

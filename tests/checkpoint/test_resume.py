@@ -45,8 +45,7 @@ SHAPES = {
     "table": (21, 6),
     "late": (7, 5),  # "late" gets its first gradient after the checkpoint
     "frozen": (4, 4),
-    # If shards are plain tensors, ranks that store no elements of "few" get their first gradient of "few" after the
-    # checkpoint.
+    # With plain-tensor shards, ranks without elements of "few" get no gradient of it before the checkpoint.
     "few": (1, 6),
 }
 GROUPS: list[dict[str, Any]] = [
@@ -300,9 +299,9 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
 
 
 def _made(layout: str, how: str) -> None:
-    """Create optimizer state as checkpoint code does before loading: with `get_optimizer_state_dict` if `how` is
-    "asked", otherwise with a step with lr=0 and zero gradients. Check that all of this state except step counts is
-    zero, and that the weights do not change."""
+    """Create optimizer state as checkpoint code does before loading: by `get_optimizer_state_dict` if `how` is "asked",
+    otherwise by a step with lr=0 and zero gradients. Check that the weights do not change, and that all state except
+    step counts is zero."""
     job = Job(layout, "variants" if how == "asked" else "plain")
     before = job.snapshot()["weights"]
     assert job.optimizer.state_dict()["state"] == {}

@@ -156,8 +156,8 @@ class File:
     tied: bool = False  # True if both layers of the model share one weight
     frozen: bool = False
     empty_at: int | None = None  # index at which an empty parameter group is inserted into the optimizer
-    # None if the parameters have no gradients before loading. Otherwise, the text of the error that interrupted an
-    # earlier step, or "" if all steps succeeded.
+    # If not None, the parameters have gradients before loading. If not empty, an earlier step was interrupted by an
+    # error with this text.
     busy: str | None = None
 
 

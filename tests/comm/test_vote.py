@@ -179,8 +179,8 @@ ALL = (0, 1, 2)
 
 def _most_bits() -> bool:
     """Vote with the largest allowed number of presence bits (each says whether a gradient exists) and with plan digests
-    that differ between ranks. Then check that an optimizer whose shards need more bits raises an error. Return whether
-    the optimizer's plan contains any matrices after a successful step."""
+    that differ between ranks. Then check that an optimizer whose shards need more bits than allowed raises an error.
+    Return whether its plan contains matrices once the limit is restored."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)
@@ -293,8 +293,8 @@ def test_what_is_raised_on_some_ranks_is_raised_on_all_in_the_same_words(name: s
 
 def _late(closes: bool) -> tuple[str, float]:
     """Run a vote among four ranks in which rank 3 does not take part. Rank 3 either closes its lane (its communication
-    channel to the other ranks) or stays silent until the others time out after one second. Return the error text and
-    the elapsed seconds."""
+    channel to the other ranks) or stays silent until the others time out after one second. Return this rank's error
+    text and the elapsed seconds."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections between the ranks.
     lane = groups.Lane.over(ranks)

@@ -70,8 +70,8 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """Compare one optimizer step on a layout with the dense reference. On the rank `rank`, `damage` corrupts the
-    tensors that the first call of the function `name` has written."""
+    """Return a comparison of one optimizer step on a layout with the dense reference. On rank `rank`, `damage` corrupts
+    the tensors that the first call of the function `name` has written."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 

@@ -11,7 +11,7 @@ CLAIM = re.compile(r"^- .+ \(`(?P<file>[\w/]+\.py)::(?P<test>test_\w+)`\)$")
 
 
 def claimed() -> list[tuple[str, str]]:
-    """Return the file and the test name of every claim in CLAIMS.md. All list items in CLAIMS.md must be claims in the
+    """List a pair (file, test name) for every claim in CLAIMS.md. All list items in CLAIMS.md must be claims in the
     correct format."""
     lines = [line for line in (TESTS / "CLAIMS.md").read_text().splitlines() if line.startswith("- ")]
     found = [CLAIM.match(line) for line in lines]
@@ -20,7 +20,7 @@ def claimed() -> list[tuple[str, str]]:
 
 
 def existing() -> set[tuple[str, str]]:
-    """Return the file and the name of every test function in tests/."""
+    """Return a pair (file, test name) for every test function in tests/."""
     return {
         (str(path.relative_to(TESTS)), name)
         for path in TESTS.rglob("test_*.py")

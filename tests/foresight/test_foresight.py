@@ -42,7 +42,7 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
 FEW = SPARSE | {"num_experts": 2}
-# In the model BLOCKS, rows of some matrices form one quantization block of 8-bit momentum, and rows of others form two.
+# In the model BLOCKS, each row of 8-bit momentum has one quantization block in some matrices and two in others.
 BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)
 # `bucket_bytes` counts bytes in the dtype in which ranks exchange data. With bf16 matmuls, this dtype is bf16.
 AUTO: dict[str, Any] = {"bucket_bytes": 20_000}

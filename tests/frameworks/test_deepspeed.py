@@ -186,8 +186,8 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 
 def _resumed(case: Case, folder: str, lost: bool = False) -> None:
     """Run three audited steps and save a checkpoint after the first. A second job loads the checkpoint, repeats the
-    last two steps, and must end with the same weights. If `lost` is True, NorMuon's state is deleted after loading, so
-    the next step raises an error."""
+    last two steps, and must end with the same weights. If `lost` is True, NorMuon's state is deleted after loading, and
+    the next step must raise an error."""
     options = {"audit_every": 1, "variant": "normuon", **FP32}
     with started(case, **options) as job:
         for number in range(3):

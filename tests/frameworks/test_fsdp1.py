@@ -297,9 +297,9 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    """Clip gradients twice, first passing the optimizer to shardmuon's `clip_grad_norm_` and then the model. For each
-    call, return three gradient norms: the plain model's norm (computed by torch), the sharded model's norm (by
-    shardmuon), and the sharded model's norm after clipping (by FSDP1)."""
+    """Call shardmuon's `clip_grad_norm_` with the optimizer, then with the model. For each call, return three gradient
+    norms: the plain model's norm (computed by torch), the sharded model's norm (by shardmuon), and the sharded model's
+    norm after clipping (by FSDP1)."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
         for each in (plain, model):

@@ -84,8 +84,7 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return a dict that says for each sharding feature (such as shards that end inside a row) whether the shards
-    reported by Megatron have it."""
+    """Map each sharding feature, such as "cuts rows", to whether the shards reported by Megatron have it."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {

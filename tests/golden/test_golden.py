@@ -18,9 +18,8 @@ from shardmuon.testing.layouts import LAYOUTS
 
 WORLDS = (2, 3, 4)
 # For each layout, the test runs one row of the golden table, if possible with options that no earlier layout has used.
-# All layouts run on 3 ranks, because 3 does not divide most tensor sizes. Only some layouts run on 4 and 2 ranks,
-# because test_equality.py covers these numbers of ranks. Momentum in int8 is left out, because some layouts split its
-# quantization blocks; test_momentum.py covers it.
+# All layouts run on 3 ranks, because 3 does not divide most tensor sizes. Fewer run on 4 and 2 ranks, which
+# test_equality.py covers. Int8 momentum is left to test_momentum.py, because some layouts split its blocks.
 LEFT_OUT = "momentum int8"
 NAMES = {3: list(LAYOUTS), 4: list(LAYOUTS)[::2], 2: list(LAYOUTS)[::6]}
 

@@ -1,7 +1,4 @@
-"""Tests that the part of a tensor stored by each rank of a mesh equals `torch.chunk` applied to indices.
-
-test_dtensor.py covers sharding of two dims and by several axes, and compares the result with torch's own storage.
-"""
+"""Tests of layouts on meshes: each rank must store the elements that `torch.chunk` selects."""
 
 from __future__ import annotations
 
@@ -30,10 +27,9 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 @given(st.data())
 @settings(max_examples=300)
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
-    """The split factors of mesh axes must determine the order in which the axes shard a dim. For example, `fully_shard`
-    shards tensor-parallel shards, so the second mesh axis shards first. The split factor of an axis is the number of
-    shards into which later axes of the mesh had already split the dim, even if some of these shards have been gathered
-    since."""
+    """Split factors must determine the order in which mesh axes shard a dim. For example, `fully_shard` shards
+    tensor-parallel shards, so the second mesh axis shards first. The split factor of an axis is the product of the
+    sizes of all later axes that shard before it, including axes that have been gathered since."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     # `order` lists the mesh axes in the order in which they shard the dim.
     order = data.draw(st.permutations(range(len(mesh))))

@@ -81,8 +81,8 @@ UNEVEN = [(dim, sizes) for dim in (0, 1) for sizes in ((7, 0, 5, 0), (1, 2, 3, 1
 
 
 def _cut_in_every_way() -> None:
-    """Assert that a step on Megatron's strided shards, and on shards of arbitrary sizes whose only attribute is
-    partition_dim, gives the same results as a step on the full matrices."""
+    """Assert that a step on shards gives the same results as a step on the full matrices. The shards are Megatron's
+    strided shards, and shards of arbitrary sizes that are marked only with partition_dim."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def strided(dim: int, stride: int) -> Shard:
@@ -306,9 +306,12 @@ def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(case: str, 
 
 
 def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...], bool]:
-    """Take a step on a model with Megatron-like tensor-parallel layers. The optimizer is created from the module
-    instead of a list of parameters. Return each parameter's shape and optimizer (Muon or AdamW) according to
-    `param_groups`, the global shape of the last weight, and whether the step's plan contains any matrices."""
+    """Take a step on Megatron-like tensor-parallel layers with an optimizer that is created from the module.
+
+    Returns:
+        A dict from parameter name to the shape and optimizer ("Muon" or "AdamW") found by `param_groups`, the global
+        shape of the last weight, and whether the plan contains any matrices.
+    """
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))
     for layer, dim in ((model[0], 0), (model[2], 1)):
         layer.weight = _mark(layer.weight.detach(), dim)

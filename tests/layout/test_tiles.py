@@ -18,8 +18,8 @@ from shardmuon.layout.views import matrix_view
 
 
 def storage_of(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
-    """Return a pair: a tensor that stores a piece of the tensor `whole`, and a `Held` with the piece and its offset in
-    the first tensor. The offset is `gap` in each dim, and `order` is the memory order of the dims."""
+    """Return a tensor that stores a piece of `whole`, and a `Held` with the piece and its offset in that tensor. The
+    offset is `gap` in each dim, and `order` is the memory order of the dims."""
     held = Held(piece, (gap,) * (1 if isinstance(piece, FlatRange) else whole.dim()))
     storage = stored([held], whole)
     if isinstance(piece, FlatRange):

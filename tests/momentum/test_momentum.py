@@ -62,8 +62,8 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
     by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
-    # Given the momentum from before the step, `encode` stochastically rounds the values that have changed little, so
-    # the random bits must affect the result.
+    # `encode` stochastically rounds values that hardly differ from the old momentum, so the random bits must affect the
+    # result.
     assert not torch.equal(*(encode(x, 1, x, bits)[0] for bits in by_bits))
     assert all(torch.equal(encode(x, 1, x - per_value.float(), bits)[0], codes) for bits in by_bits)
     assert torch.equal(encode(found, 1)[0], codes) or kind == "subnormal"
@@ -119,8 +119,8 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
     x = draw()
     counts = torch.histc(x, 64, -0.5, 0.5)
     expected = rows * cols / 64
-    # The sum over the 64 histogram bins follows a chi-squared distribution with 63 degrees of freedom. The limit is the
-    # mean of this distribution plus 4 standard deviations.
+    # The statistic follows a chi-squared distribution with 63 degrees of freedom. The limit is the mean of this
+    # distribution plus 4 standard deviations.
     assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 4 * math.sqrt(2 * 63)
     others = [draw(step=2), draw(name="v"), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
     assert max(abs(float((x * other).mean()) * 12) for other in others) < 4 / math.sqrt(rows * cols)
@@ -146,11 +146,11 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     assert low <= float((found - w.grad).norm() / w.grad.norm()) <= high
     for columns in (slice(0, 64), slice(192, 256)):
         g = w.grad[:, columns]
-        # After 200 steps, 0.95^200 of the initial momentum remains. Stochastic rounding is unbiased, and its error is
-        # at most the spacing between adjacent stored values. In bf16, the spacing is at most 2 u times the largest
-        # value, where u is the unit roundoff. In int8, it is 1/127 of the largest value of a quantization block. After
-        # k more steps, an error has decayed to 0.95^k of its size, so the errors of all steps add up like 1 / (1 -
-        # 0.95^2) independent errors per element.
+        # After 200 steps, 0.95^200 of the initial momentum remains. Stochastic rounding is unbiased, and the standard
+        # deviation of its error is at most half the gap between adjacent stored values. The gap is at most 2 u times
+        # the largest value in bf16 (u is the unit roundoff), and 2/127 of the largest value in int8. So `spacing` is at
+        # least the standard deviation. An error shrinks by a factor of 0.95 in every step, so the variance of an
+        # element's total error is at most spacing^2 / (1 - 0.95^2).
         spacing = float(w.grad.abs().max()) / 127 if dtype == "int8" else 2 * roundoff(dtype) * float(g.abs().max())
         spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
         total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())

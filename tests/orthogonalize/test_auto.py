@@ -109,7 +109,7 @@ def test_the_rule_takes_the_gram_form_for_long_matrices_but_not_in_bf16(
 
 
 def test_the_reason_of_a_choice_is_not_compared() -> None:
-    """The reason for a choice must not change how choices are compared or how they are written in a plan's digest."""
+    """The reason of a `Choice` must not affect its equality or its `repr`, by which ranks compare plans."""
     one, other = Choice("gram", FP32, "by rule"), Choice("gram", FP32, "by ns_dtype")
     assert one == other and repr(one) == repr(other) and str(one) == "gram float32"
     assert one != Choice("gram", FP16) and repr(one) != repr(Choice("gram", FP16))

@@ -41,8 +41,8 @@ def _decomposed(at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @lru_cache
 def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
     """Return an fp64 matrix with one of the tested spectra, its polar factor, and a bound on the error of the computed
-    polar factor. Matrices of the kinds "log" and "power" are square to save time, because their singular values depend
-    only on the number of rows."""
+    polar factor. To save time, matrices of the kinds "log" and "power" are square: their singular values do not depend
+    on the number of columns."""
     kind, rows, cols = SPECTRA[at]
     x = spectrum(kind, rows, rows if kind in ("log", "power") else cols)
     return x, polar_factor(x), polar_bound(x, 16 if kind == "rank 16" else None)

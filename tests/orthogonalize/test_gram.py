@@ -74,8 +74,8 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int) -> 
 
 
 def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor, num_terms: int) -> None:
-    """Assert that two matrix products are equal within rounding. Each of the two computations rounds at most one
-    product and one sum per term, two scalings, and the sum of two matrices."""
+    """Assert that two matrix products are equal within rounding. Each element is a sum of `num_terms` terms, whose
+    magnitudes add up to `sizes`."""
     assert_rounded(found, wanted, roundings=2 * (num_terms + 3), scale=sizes)
 
 
@@ -129,9 +129,8 @@ def worst_error(coefficients: Coefficients, dtype: torch.dtype, method: str) -> 
         # restarts, they would be more than 16 times as large.
         (torch.float32, torch.float32, 8),
         (torch.float16, torch.float16, 8),
-        # For low-rank matrices, both the Gram form in fp16 and the standard form in bf16 have large errors, because
-        # they amplify rounding noise in the null space. The method "auto" may choose the Gram form in fp16 over the
-        # standard form in bf16, so the Gram form's error must not be larger.
+        # The method "auto" may choose the Gram form in fp16 over the standard form in bf16, so the Gram form must be at
+        # least as accurate, even for low-rank matrices, where both amplify rounding noise in the null space.
         (torch.float16, torch.bfloat16, 1),
     ],
 )

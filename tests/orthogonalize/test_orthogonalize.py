@@ -15,8 +15,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from shardmuon.orthogonalize import orthogonalize
 
-# The quintic polynomial with coefficients (15, -10, 3) / 8 comes from a Taylor series. Its iteration converges to
-# singular values of 1.
+# Iterating this quintic, (15 x - 10 x^3 + 3 x^5) / 8, drives nonzero singular values to 1.
 CLASSIC: Coefficients = ((1.875, -1.25, 0.375),) * 8
 MIXED: Coefficients = (*KELLER[:3], (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
 OTHER = (3.0, -3.2, 1.2)

@@ -51,9 +51,8 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
         rounding = 8 * len(found.triples) * slope(found) * roundoff(torch.float64)
         pairs = zip(band(found, start), (float(out.min()), float(out.max())), strict=True)
         assert all(abs(a - b) <= missed + rounding for a, b in pairs)
-    # Let f be the composition of the polynomials a x + b x^3 + c x^5 of all steps. For a small s, f(s) / s is nearly
-    # the slope of f at 0. The term b x^3 of a step causes a relative error of about |b| / a times the square of the
-    # step's input, so the total error is at most s^2 slope^3.
+    # Let f be the composition of all steps. For a small s, f(s) / s is nearly the slope of f at 0. A step a x + b x^3 +
+    # c x^5 adds a relative error of about |b| / a x^2, where x <= s slope. All steps together stay below s^2 slope^3.
     tiny = 1e-9
     share = float(outputs(found.triples, tiny, 2 * tiny, 2)[0]) / tiny
     assert_near(torch.tensor(share), torch.tensor(slope(found)), tiny**2 * slope(found) ** 3 + roundoff(torch.float32))

@@ -57,7 +57,7 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6)
     promised, stated = TABLE[model, mesh]
     percent = 100 * report.overhead[1]
-    # An estimate below the value in TABLE also fails the test, because the cost model may have become too optimistic.
+    # An estimate below the current value in TABLE also fails: the cost model may have become too optimistic.
     assert f"{percent:.3g}" == f"{stated:.3g}"
     assert percent <= promised
     assert max(c.peak for c in report.exact.classes) <= PEAKS.get((model, mesh), 1.9) * 2**30
@@ -110,9 +110,9 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [seed for seed in range(16) if _job(seed)[0][0].layout.has_replicas])
 def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas may either share the work and exchange results, or each do all of the work. The planner lets them share
-    the work even if sharing takes longer by up to 3% plus three inter-node latencies, because replicas that receive the
-    same results stay equal."""
+    """Replicas may either share the work and exchange results, or each do all of the work. The planner prefers sharing
+    even if it takes slightly longer, because replicas that receive the same results stay equal. Its choice may be up to
+    3% plus three inter-node latencies slower than the faster way."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
     monkeypatch.setattr("shardmuon.plan.planner._NO_GAIN", 0)
@@ -129,10 +129,9 @@ def _num_owners(made: Plan) -> int:
 
 
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
-    """One of four ranks must orthogonalize a dense matrix, and each rank stores eight experts. Other ranks of the node
-    must take over experts from the busy rank, unless a post-processing stage (such as NorMuon) keeps state for each
-    expert, which would have to be sent as well. A rank must keep its only expert if no other rank would finish it
-    earlier."""
+    """Each of four ranks stores eight experts, and one rank also orthogonalizes a dense matrix. Other ranks of its node
+    must take over some of its experts, unless a post-processing stage (such as NorMuon) keeps state for each expert,
+    which would have to be sent as well. An expert that is a rank's only work must stay on that rank."""
     experts = sharded(matrix_view((32, 48, 32), view="stack"), [range(4)], 0)
     dense = spec("dense", sharded(matrix_view((96, 32)), [range(4)], 0))._replace(costs=(12 * 10**9,))
     for per_node, stages, most, moved in ((4, 0, 12, 8), (1, 0, 20, 0), (4, 1, 20, 32)):
@@ -161,9 +160,9 @@ def _machine_of_file(name: str) -> Machine:
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
-    """The planner's table of machines must match the hardware files. If ranks run on several machines, the slowest
-    machine determines the plan. A machine without a hardware file is reported as unknown, and users can pass a
-    `Machine` of their own."""
+    """The planner's table of machines must match the hardware files. If the ranks' machines differ, the slowest one
+    determines the plan. A machine without a hardware file is reported as unknown, and users can pass a `Machine` of
+    their own."""
     assert {name: _machine_of_file(name) for name in Hardware.names()} == MACHINES
     h100, a100, l40s = (
         f"NVIDIA {name}, sm_90, 132 SMs, CUDA 13.0; torch" for name in ("H100 80GB", "A100-SXM4", "L40S")

@@ -20,8 +20,8 @@ B = BucketTimes
     [
         # The step takes 10 time units before its only bucket, 15 for the phases of this bucket, and 20 for AdamW.
         ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),
-        # In the first of the next two cases, the links are busy from the end of the first pack to the start of the last
-        # apply. In the second, nothing overlaps, so no communication takes place during matmuls.
+        # In the next case, the links are busy from the end of the first pack to the start of the last apply. In the
+        # case after it, `overlap` is 0, so all phases run one after another.
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 1.0, [1 + 6 * 20 + 1]),
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 0.0, [6 * 32]),
         # In the next case, orthogonalization takes longer than communication and hides it.

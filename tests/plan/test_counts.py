@@ -1,5 +1,5 @@
-"""Tests of the cost model's counts, such as the matrices that each rank orthogonalizes and the bytes that it sends. The
-counts are computed for all ranks at once, and must equal those obtained from the programs of the individual ranks."""
+"""Tests of the cost model's counts, such as the number of bytes that each rank sends. The counts are computed for all
+ranks at once, and must equal those obtained from the programs of the individual ranks."""
 
 from __future__ import annotations
 

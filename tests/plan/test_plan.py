@@ -94,8 +94,8 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    # With 1024 ranks, a single 4096 x 4096 matrix is 60% of the elements that a rank sends on average, so a rank that
-    # orthogonalizes a matrix may send far more than the mean.
+    # A rank sends the whole result of each matrix that it orthogonalizes. With 1024 ranks, a single 4096 x 4096 matrix
+    # is already 60% of what a rank sends on average, so some ranks may send far more than the mean.
     assert 0 < sent < 20 * mean
 
 

@@ -182,7 +182,7 @@ def test_shares_divide_the_work_of_each_owner_evenly_within_the_size_of_a_bucket
             parts = [part for share in shares if (part := [item for item in share if item in line])]
             assert [item for part in parts for item in part] == line
             assert all(len(part) == 1 or sum(item.numel for item in part) <= most for part in parts)
-            if most == 10**5:  # The limit `most` exceeds the total size of any owner's matrices.
+            if most == 10**5:  # no owner has this many elements, so the limit has no effect
                 assert len(parts) == min(len(shares), len(line))
                 work = [sum(item.cost for item in part) for part in parts]
                 assert len(shares) * (max(work) - line[0].cost) <= sum(work)
@@ -235,8 +235,7 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
     """Copies of evenly spaced blocks must be joined into one strided copy, unless a stride of the joined copy would be
-    zero. At the end of the test, each of five senders sends rows of two matrices with 6 columns and of one matrix with
-    4 columns. The copies of all rows must be joined into two copies, one for each number of columns."""
+    zero. If copies of two shapes are interleaved, those of each shape must be joined."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))

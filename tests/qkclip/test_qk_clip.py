@@ -92,9 +92,8 @@ def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
 
 _QK = (Rows("q", (("q", 24),)), Rows("k", (("k", 8),)))
 _TWO = (0.25, 0.5)
-# Each case gives a layer, the gain of each key head, alpha, and the expected factors for each weight. A gain is the
-# factor for the logits of the key head's query heads, and alpha is the exponent of the gain for queries. The expected
-# factors multiply the weight's rows, or its columns if `dim` is 1.
+# Each case gives a layer, the gain of each key head (the factor for its logits), alpha, and the expected factor of each
+# row of each weight, or of each column if `dim` is 1.
 RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float]]]] = {
     "groups": (
         Attention("a", 6, 2, _QK),

@@ -1,5 +1,4 @@
-"""Tests that QK-clip, on a simulated GPU, measures and reduces logits and scales weights without a device
-synchronization and with few kernel launches."""
+"""Tests on a simulated GPU that QK-clip needs no device synchronization and few kernel launches."""
 
 from __future__ import annotations
 

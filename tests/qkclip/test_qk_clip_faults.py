@@ -80,8 +80,8 @@ class Job(jobs.Job):
         self.step(0)
 
     def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
-        """Reduce the maximum logits over ranks, and return QK-clip's `Scaler`, which scales weights. If there is no
-        `Scaler` yet, or if `changes` contains constructor arguments for one, a new one is created first."""
+        """Reduce the maximum logits over ranks, and return the job's `Scaler`. If there is none yet, or if `changes`
+        contains constructor arguments, create a new one first."""
         if self.scaler is None or changes:
             self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
         with Refused.made_public():
@@ -103,7 +103,7 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 
 def _scaled(name: str) -> list[str]:
     """Clip twice, and return the names of all weights with wrong values. Each layer must be scaled based on the maximum
-    logits over all ranks that share its weights, directly or through other ranks."""
+    logits over all ranks that its weights connect, directly or through other ranks."""
     job = Job(name)
     wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
     for seed in range(2):
@@ -191,10 +191,9 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
-    """Raise an exception on one rank in each function that runs before the ranks vote on the maximum logits, one
-    function for each call of `reduce`. Return descriptions of the exceptions that went unnoticed, and the number of
-    exceptions that caused an error on all ranks. If `first` is True, the cached table of which ranks store which
-    weights is deleted before each call."""
+    """Call `reduce` once for each function that runs before the vote on the maximum logits, and raise an exception in
+    that function on one rank. If `first` is True, delete the cached layout table before each call. Return descriptions
+    of the exceptions that went unnoticed, and the number of exceptions that caused an error on all ranks."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -238,8 +237,7 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     _both_clip(job, twin, 0)
     held = [local_if_any(p).detach().clone() for p in job.specs]
     state = copy.deepcopy(job.optimizer.state_dict())
-    # A single rank does not vote, so on one rank, exceptions are raised in the functions that `apply_` calls to scale
-    # the weights.
+    # A single-rank job has no vote, so its exceptions are raised in the functions that `apply_` calls.
     begin = "reduce" if dist.get_world_size() > 1 else "apply_"
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]

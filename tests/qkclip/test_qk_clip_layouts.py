@@ -190,9 +190,8 @@ def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, 
 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
-    """Clip in each of two optimizer steps with lr=0. Return the names of the weights that differ from the expected
-    ones. In the expected weights, the query and key rows are scaled twice in fp32 and rounded to `dtype` once at the
-    end."""
+    """Clip in each of two optimizer steps with lr=0. The query and key rows must be scaled twice in fp32 and rounded to
+    `dtype` only once. Return the names of the weights that differ."""
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0

@@ -605,10 +605,9 @@ def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of
     ],
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
-    """With the default lr of AdamW groups, the RMS of Muon's update must be 0.68 to 1.15 times the usual RMS of AdamW's
-    update. The singular values of an orthogonalized r x c matrix are between 0.68 and 1.14, so the RMS of the matrix is
-    0.68 to 1.14 times 1/sqrt(max(r, c)). The RMS of AdamW's first update is lr, but that of later updates is usually
-    0.2 lr, so the test multiplies the RMS of the first update by 0.2."""
+    """With the default lr of AdamW groups, the updates of Muon and AdamW must have about the same RMS. The ratio
+    has the same range as the singular values of orthogonalized matrices. The RMS of AdamW's first update is lr, but
+    that of later updates is usually 0.2 lr, so the test multiplies the first RMS by 0.2."""
     model = Llama()
     groups = param_groups(model, lr=lr, adjust_lr_fn=scale)
     optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)

@@ -59,8 +59,8 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
         example: Name of the file in examples/.
         world: Number of ranks. A single rank runs as a plain process without torch.distributed.
         prepare: Name of a function in this file that each rank calls first.
-        arguments: Arguments for the example's `train`. The exception is `kind`, a dict of arguments for the example's
-            function `options`, which returns further arguments for `train`.
+        arguments: Arguments for the example's `train`. If there is a dict `kind`, its items are passed to the example's
+            `options` instead, which returns further arguments for `train`.
 
     Returns:
         The observations on each rank.
@@ -125,7 +125,7 @@ def force_fsdp2() -> None:
 
 
 def _watching() -> Seen:
-    """Return a `Seen` that hooks update after every Muon step in this process, regardless of the caller."""
+    """Install hooks that record every Muon step in this process, and return the `Seen` that they fill in."""
     import torch.optim.optimizer as hooks
 
     from shardmuon import Muon, audit

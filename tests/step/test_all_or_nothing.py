@@ -263,8 +263,8 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
         elif kind == "mesh":
             mesh, placements = mesh_of((2, 2)), (Replicate(), Shard(0))
             local = torch.ones(5, 8)
-        # A "crossed" tensor has swapped placements on the two mesh axes, so an off-diagonal rank of the mesh stores a
-        # different block of the same shape.
+        # In a "crossed" tensor, the placements of the two mesh axes are swapped. Off-diagonal ranks of the mesh then
+        # store the wrong block, but of the right shape.
         elif kind == "crossed":
             placements = placements[::-1]
         else:
@@ -347,9 +347,9 @@ CALLS = {
 }
 OF_ADAMW = (" eps", " betas", " adamw")
 Round = dict[int, str]  # A Round describes one call: it maps each faulty rank to the name of its fault.
-# Found is the outcome of a call on one rank: the class and the message of the exception that the call raised, and the
-# names of all wrong values. A value is wrong if a failed call has changed it, or if it differs after the next step from
-# the value in a twin job that skipped failed calls.
+# Found is the outcome of a call on one rank: the class and message of the exception that it raised, and the names of
+# all wrong values. A value is wrong if a failed call has changed it, or if the next step gives another value than in a
+# twin job without the failed calls.
 Found = tuple[str, str, list[str]]
 
 

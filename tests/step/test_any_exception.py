@@ -92,9 +92,8 @@ CPU = partial(
     momentum_dtype=torch.bfloat16,
     momentum_device="cpu",
 )
-# First steps are not audited, because the test clears the optimizer state before each first step, and an audit would
-# report this. Plans are not audited either: an audit runs no code while a plan is made, and would only make each
-# undisturbed step several times slower.
+# The case "first step" is not audited, because it clears the optimizer state, which an audit would report. The case
+# "plan" is not audited, because an audit runs no code while a plan is made.
 AUDITED = partial(INT8, audit_every=1)
 SAVED = partial(_made, _saved, momentum_dtype="int8")
 # By default, exceptions are raised in every 12th function that a large job calls. PLANT_STRIDE=1 raises them in every
@@ -218,7 +217,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    # No function is named "_none", so exceptions are raised in all functions that run before the last message exchange.
+    # No function is named "_none", so exceptions are raised up to the last message exchange of the call.
     return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 

@@ -108,19 +108,18 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
-    """Return a regular expression for the error message of a step that was interrupted in any of the phases `first` to
-    `last`. A phase is a part of the work on one bucket, such as "gather". Phases are numbered in the order in which a
-    rank runs those of all its buckets (see `turns`). If `relays` is True, each bucket has an additional phase in which
-    one replica passes results on to the others."""
+    """Return a regular expression for the error message of a step interrupted in one of the operations `first` to
+    `last`, counted in the order of `turns`. If `relays` is True, each bucket has a relay, which passes results on to
+    the other replica."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# In each case whose pattern is made by `_in_turns`, the rank fails in its second bucket. The arguments of `_in_turns`
-# are the indices of the first and the last phase in which another rank may notice the failure. In the last phase, the
-# rank waits for an exchange that the failed rank never started.
-# In the case "relay", the rank dies after receiving its results but before passing any of them on to the other replica.
+# In the cases that use `_in_turns`, the rank fails in its second bucket. The arguments are the indices of the first and
+# the last operation in which another rank may notice this. In the last one, that rank waits for an exchange that the
+# failed rank never started. In the case "relay", the rank dies after receiving its results but before passing any of
+# them on.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", Traffic, "start", 2, _in_turns(1, 5)),
@@ -343,8 +342,7 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
 
 
 def _first_vote_fails(optimizer: Muon) -> None:
-    """Rank 1 takes part in one vote of the step and then leaves, so the step on rank 0 must fail and the optimizer must
-    record that the step was interrupted."""
+    """Take a step that rank 1 leaves after one vote. On rank 0, the step must fail and be recorded as interrupted."""
     group, ranks = optimizer.param_groups[0], (0, 1)
     group["process_group"] = dist.group.WORLD
     group["params"][0].grad = torch.ones(4, 3)
@@ -358,9 +356,8 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
-    """A pickled optimizer contains the set of ranks that took part in its last vote, which is only rank 0 if the
-    optimizer has stepped in a single process. This set is meaningless in the processes that unpickle the optimizer. It
-    must not keep the optimizer from recording that its first vote in those processes was interrupted."""
+    """An optimizer that has stepped in a single process is pickled with (0,) as the ranks of its last vote. In other
+    processes, these ranks mean nothing. The optimizer must still record that its first vote there was interrupted."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

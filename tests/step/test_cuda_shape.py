@@ -96,13 +96,11 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # This tensor is state that the step has created. The tolerance counts the roundings of fifteen matmuls,
-            # whose elements are sums of at most 40 terms, and of the state, whose elements are sums of at most 40 x 16
-            # squares.
+            # This tensor is state that the step has created. Its rounding errors come from fifteen matmuls that sum at
+            # most 40 terms, and from a sum of at most 40 x 16 squares.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
-            # An AdamW update involves ten rounded operations on each of the two devices, the CPU and the simulated
-            # device. It is about as large as lr.
+            # AdamW changes an element by about lr, with ten rounded operations on each of the two devices.
             assert_rounded(one, expected[name], roundings=20, scale=before[name].abs() + 2 * 0.05)
         else:
             for a, b, c in zip(*(t.view(-1, *t.shape[-2:]) for t in (one, expected[name], before[name])), strict=True):
@@ -135,8 +133,7 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_
             assert not check.report.findings, check
     expected = _found(numbers)
     for name, one in _found(written).items():
-        # An lr given as a tensor is rounded to fp32. In each of two steps, this adds a few rounding errors relative to
-        # |weight| + lr.
+        # An lr given as a tensor is rounded to fp32, so the weights may differ by a few roundings after two steps.
         assert_rounded(one, expected[name], roundings=2 * 12, scale=expected[name].abs() + 2 * 0.1)
 
 
@@ -252,15 +249,14 @@ def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int
 # Upper limits on the kernel launches of a steady-state step, keyed by method and number of ranks, for 48 matrices and
 # 50 vectors at d = 768.
 # - With the method "standard", a batch takes 15 matmuls, 6 launches to normalize (5 for a single matrix), 1 to pad the
-#   batch with zeros if it is not full, and 1 to write its result.
+#   batch and 1 to write its result.
 # - With the method "gram", a batch takes about 47 launches. Half of them are for fp16 matmuls with an fp32 operand,
 #   which is split into two fp16 matrices.
-# - All batches have the same size (4 matrices here), so that the result for a matrix does not depend on the layout. A
-#   single rank has 16 batches. The first of 8 ranks has 4 or 5 batches, each with one or two matrices and padding.
-# - Where torch cannot write an fp16 matmul into a given buffer, the result is copied to its place in the batch, which
-#   is aligned to 64 bytes.
-# - A bucket with an exchange updates momentum in two parts: first for the matrices to send, and during the exchange for
-#   the matrices that stay. It also launches one copy for each shape received and one for the matrices to send.
+# - Batches are padded to the size of 4 matrices. A single rank has 16 batches. The first of 8 ranks has 4 or 5, each
+#   with one or two matrices.
+# - Where torch cannot write an fp16 matmul into a given buffer, the result is copied there.
+# - A bucket with an exchange updates momentum twice: for the matrices to send, and then for those that stay. It also
+#   launches one copy for each shape received and one for the matrices to send.
 BUDGETS = {
     ("standard", 8): 76,
     ("standard", 1): 399,
@@ -278,10 +274,9 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     """In a steady-state step, the host must neither wait for the device nor copy data to it. Kernel launches and memory
     must stay within limits.
 
-    The memory limit consists mainly of buffers of 32 MiB, the largest size of one rank's matrices in a bucket. Two
-    buffers are for exchanges. Three buffers are for the iterate before a matmul, the iterate after it, and the
-    transposed result. The Gram form needs another buffer for its m x m matrices and other fp32 tensors. The limit also
-    includes one fp32 temporary of at most 2^24 elements for momentum or the update.
+    The memory limit consists of buffers of 32 MiB, the largest size of one rank's matrices in a bucket, and of one fp32
+    temporary with at most 2^24 elements. Two buffers are for exchanges, and three for Newton-Schulz (four with the Gram
+    form).
     """
     found, above, plan = _count(ranks, method=method)
     assert found.waits == found.uploads == []
@@ -290,8 +285,8 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["vote"] == found.launches["validate"] == 0
     assert found.launches["update_momentum"] == 3 * n * min(ranks, 2), "momentum, Nesterov's sum, the copy"
     assert found.launches["start"] == (2 * n if ranks > 1 else 0)
-    # For each bucket, `apply_results` launches one kernel for the weight decay, one addition for each of up to three
-    # scales, and one cast of bf16 results to fp32.
+    # For each bucket, `apply_results` launches one kernel for the weight decay, one for each distinct learning-rate
+    # scale (at most three), and one to cast bf16 results to fp32.
     assert found.launches["apply_results"] <= n * (1 + 3 + 1)
     assert found.launches["step_adamw"] <= 11
     bucket, portion = 32 * 2**20, 4 * 2**24

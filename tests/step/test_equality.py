@@ -48,8 +48,8 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         {"adjust_lr_fn": "spectral", "nesterov": False},
     ),
     (Comparison.with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
-    # Apart from the comparison, `_audited` runs an audit, which assembles the full matrices independently and raises an
-    # error if the step differs from the audit's own computation on these matrices.
+    # `_audited` also audits every step. The audit assembles the full matrices independently, and raises an error if the
+    # step differs from its own computation on these matrices.
     (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
         (Comparison.with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})

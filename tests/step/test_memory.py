@@ -63,8 +63,8 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
     small, large = (RankPool.cached(world).run(_step_peak, layout, size, options) for size in sizes)
     # The momentum update works on at most 2**17 elements at a time, regardless of the bucket size.
     portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
-    # `num` is an upper limit on the peak memory, in units of the bucket size. Three units are for matrices: two buckets
-    # in flight and the workspace. Exchanged data takes another three units, or up to twelve with two replicas.
+    # `num` is an upper limit on the peak memory, in units of the bucket size. Two buckets and the workspace take three
+    # units. Exchanged data takes another three, or up to twelve with two replicas.
     num = 3 * (1 + (1 if layout == "fsdp2" else 4))
     for size, found in zip(sizes, (small, large), strict=True):
         assert all(peak <= min(said, num * size + portion) for peak, said in found)

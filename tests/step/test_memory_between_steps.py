@@ -59,8 +59,7 @@ def test_the_search_finds_caches_of_every_kind() -> None:
 # --------------------------------------------------------------------------------------------- memory goes when it says
 
 MATRICES = {"params": [Spec("wide", (6, 9)), Spec("tall", (10, 4))], "variant": "normuon+hyperball"}
-# Parameter groups for tests that change the variant of a group in a single process. (The tests in test_sequences.py
-# change variants on several ranks.)
+# Parameter groups for tests that change the variant of a group in a single process.
 GROUPS = [MATRICES, {"params": [Spec("gain", (9,))], "use_muon": False}]
 
 

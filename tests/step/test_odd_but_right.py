@@ -32,8 +32,8 @@ def _rows(cut: Callable[[], Cut], *shapes: tuple[int, int]) -> Callable[[], list
 
 
 def _megatron(layout: str, dtype: torch.dtype, **options: Any) -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that creates parameter groups of two matrices and a stack of matrices. Ranks that store no
-    elements of a parameter have no gradient for it."""
+    """Return a function that creates parameter groups of two matrices and a stack of matrices in a layout of
+    Megatron-FSDP. Ranks that store no elements of a parameter have no gradient for it."""
 
     def groups() -> list[dict[str, Any]]:
         few, many, stack = (
@@ -50,10 +50,8 @@ def _turned_on_odd_ranks(t: Tensor) -> Tensor:
 
 
 def _crossing() -> list[dict[str, Any]]:
-    """Return parameter groups over overlapping sets of ranks: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
-
-    Between two buckets that ranks 2 and 3 share, rank 2 has buckets with rank 1, while rank 3 has no bucket.
-    """
+    """Return parameter groups on overlapping sets of ranks. Between two buckets that ranks 2 and 3 share, rank 2 has
+    several buckets with rank 1, whereas rank 3 has none."""
     sets = {"all": (0, 1, 2, 3), "a": (0, 2, 3), **{f"b{i}": (1, 2) for i in range(4)}, "c": (2, 3)}
     # Creating a mesh is a collective operation, so every rank creates all meshes.
     on = {ranks: rows_on(DeviceMesh("cpu", ranks)) for ranks in dict.fromkeys(sets.values())}
@@ -157,10 +155,8 @@ def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: st
     """On all ranks, gradients have placements that differ from those of their parameters. The step must redistribute
     these gradients.
 
-    In one case, the step starts while gradients are still being redistributed, and runs under a different default
-    device. Gradients with Partial placements are summed exactly, because all ranks have equal terms and the number of
-    ranks is a power of two. At the end, an AdamW parameter must be updated on exactly those ranks that have a gradient
-    for it.
+    Gradients with Partial placements are summed exactly, because all ranks have equal terms and the number of ranks is
+    a power of two. At the end, an AdamW parameter must be updated on exactly those ranks that have a gradient for it.
     """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))
@@ -279,8 +275,8 @@ def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str) -> N
 def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
     what: str, options: dict[str, Any], says: Sequence[str]
 ) -> None:
-    """Rank 1 either rounds matmuls to a different dtype or has a table of machine rates that favors more buckets. The
-    first step must raise an error, unless the options fix the matmul dtype and nothing else differs."""
+    """Rank 1 uses either a different matmul dtype or different estimates of the machine's speed. The first step must
+    raise an error, unless the options fix the matmul dtype and nothing else differs."""
     cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
     params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
     for _, p in params:

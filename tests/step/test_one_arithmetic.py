@@ -38,8 +38,8 @@ def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, 
     assert world2.run(stepped_alone) == [fresh, fresh]
 
 
-# The layouts in KINDS run on 4 ranks, with bf16 and with fp32 matmuls. The layouts in FEW run on 2 or 3 ranks and with
-# only one matmul dtype, because the dtype does not change which rank orthogonalizes a matrix.
+# The layouts in KINDS run on 4 ranks, with bf16 and with fp32 matmuls. The pairs (number of ranks, layout) in FEW run
+# with only one matmul dtype, because the assignment of matrices to ranks does not depend on the dtype.
 KINDS = (
     "fsdp2",
     "ddp",
@@ -69,8 +69,7 @@ def _assert_bitwise(pool: RankPool, layout: str) -> None:
     ("world", "layout"), [*(pytest.param(*of, marks=pytest.mark.stated) for of in FEW), *((4, name) for name in KINDS)]
 )
 def test_layouts_of_each_kind_have_the_bits_of_one_process(world: int, layout: str) -> None:
-    """Steps on each layout must match a single-process reference bitwise. The reference runs in the rank's own process,
-    because another test shows that a fresh process gives the same bits."""
+    """Steps on each layout must match a single-process reference bitwise."""
     _assert_bitwise(RankPool.cached(world), layout)
 
 

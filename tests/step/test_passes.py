@@ -113,8 +113,7 @@ def test_both_forms_of_the_norm_are_right_at_any_scale(
     wanted = _reference(x.mT)
     assert float((found.double() - wanted).abs().max()) <= bound * float(wanted.abs().max())
     info = torch.finfo(dtype)
-    # The test input is multiplied by `factor`. The cast to `dtype` may flush the whole input to zero only if `factor`
-    # is below the smallest subnormal of `dtype`.
+    # At least one element must survive the cast to `dtype`, unless `factor` is below the smallest subnormal.
     assert (x != 0).any() or factor < info.smallest_normal * info.eps
 
 
@@ -241,9 +240,8 @@ def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turn
     for matrix in one_by_one.split(1):
         MuonEq().run_(matrix)
     _unit_anyway_(x)
-    # `few` is the allowed number of roundings: those of a sum of 40 squares, two square roots, their product, the
-    # reciprocal of this product, and the multiplication by the reciprocal. In bf16, intermediate results are fp32, and
-    # their roundings are negligible.
+    # `few` covers the roundings of a sum of 40 squares, two square roots, their product, its reciprocal and the final
+    # multiplication. In bf16, the intermediate results are fp32, so their roundings are negligible.
     few = 40 + 6 if dtype != BF16 else 2
     for found in (x, one_by_one):
         assert_rounded(found[:3], rows[:3], roundings=few, dtype=dtype)

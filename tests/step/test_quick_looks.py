@@ -1,6 +1,5 @@
-"""Tests that the fast path of validation (of gradients and optimizer state before a step) gives the same result as the
-full checks, and that batched operations on blocks of tensors and on momentum give the same bits as separate
-operations."""
+"""Tests that the fast path of validation before a step gives the same result as the full checks, and that momentum
+updates written directly into a batch have the same bits as copied ones."""
 
 from __future__ import annotations
 
@@ -119,8 +118,8 @@ VECTOR_CHANGES: dict[str, Change] = {
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
-    """Run the validation of gradients and optimizer state that precedes a step. Return a dict that contains the
-    computed values (except `adamw`) or, if the validation raises an error, the text of the error."""
+    """Run the validation that precedes a step. Return the attributes of the resulting `Proposal`, except `adamw`, as a
+    dict. If the validation raises ValueError, return a dict with the text of the error."""
     binding = optimizer.binding
     assert binding is not None
     with torch.no_grad():

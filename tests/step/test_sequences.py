@@ -168,9 +168,8 @@ class Sequence:
         """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, always
         return True.
 
-        Pass anew=True for events that create a new optimizer. In the "chain" layout, such events must happen on every
-        rank: before its first vote, a new optimizer knows only the ranks that store parts or replicas of its own
-        parameters, and no parameter is stored on all ranks.
+        Pass anew=True for events that create a new optimizer. In the layout "chain", they must happen on all ranks,
+        because a new optimizer knows only the ranks with which it shares parameters.
         """
         drawn = self.chance.sample(range(4), self.chance.randrange(1, 5))
         return self.rank in drawn or self.layout == "alone" or (anew and self.layout == "chain")
@@ -267,8 +266,7 @@ class Sequence:
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
             self.job.step()
         hook.remove()
-        # If `done` is not empty, the step hook has run: either the step ended before the interrupt, or the interrupt
-        # hit torch's wrapper of the step after the step itself had ended.
+        # The step hook runs after the whole step, so if it has run, the interrupt came too late to have an effect.
         if done:
             self.stepped(grads)
         elif self.job.optimizer.broken is not None:
@@ -300,8 +298,8 @@ class Sequence:
             assert check.report.ok, check.report.findings
 
     def save(self) -> None:
-        """Save checkpoint files or copy the state dicts. Checkpoint files are saved only if all ranks have the same
-        parameters, because a checkpoint supports nothing else."""
+        """Save checkpoint files or copy the state dicts. Checkpoint files do not support the layout "chain", in which
+        ranks have different parameters."""
         both = self.job.model, self.job.optimizer
         self.saved = copy.deepcopy(Kept(self.now.named, self.now.groups, self.now.away))
         if self.chance.random() < 0.3 and self.layout != "chain":
@@ -346,7 +344,7 @@ class Sequence:
         old, both = self.job.groups, (self.job.model, self.job.optimizer)
         self.job.model, self.job.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.job.replace(dict(self.job.model.named_parameters()))
-        # A copied optimizer stores only references to process groups, so set the original process groups again.
+        # Copies store a `GroupRef` instead of a process group, so put the process groups back.
         for mine, theirs in zip(self.job.groups, old, strict=True):
             mine["process_group"] = theirs["process_group"]
 

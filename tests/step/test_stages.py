@@ -171,8 +171,8 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
 
 
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
-    """Norms of weights must be summed over the smallest set of ranks first, and separately for each device type.
-    Parameters are left out if no pre- or post-processing stage of their variant acts on weights."""
+    """Weight sets must be sorted by their number of ranks, and must not mix device types. Parameters whose variant has
+    no stage that acts on weights must be left out."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
     plan = planned(layouts, [group] * 6)

@@ -22,7 +22,7 @@ from shardmuon.testing import RankPool
 @pytest.mark.parametrize(("kind", "used"), [("mesh", True), ("all", True), ("one alone", False)])
 @on_ranks(4)
 def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: str, used: bool) -> None:
-    """Exchanges must use the communicator and timeout of an existing process group. If a rank passes only a tuple of
+    """Exchanges must use the communicator and timeout of an existing process group. If some ranks pass only a tuple of
     ranks as `process_group`, all ranks of the tuple must create a new group instead."""
     if kind == "mesh":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"]
@@ -49,8 +49,7 @@ def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: 
 
 @on_ranks(2)
 def test_a_deep_copy_shares_work_with_the_ranks_of_its_original() -> None:
-    """The step of a copied optimizer must raise an error, like that of the original, if one rank lacks the gradient of
-    a replicated parameter."""
+    """The step of a copied optimizer must raise an error if one rank lacks the gradient of a replicated parameter."""
     param = torch.nn.Parameter(torch.ones(6, 8))
     given = Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD)
     given.process_group = given.param_groups[0]["process_group"] = dist.group.WORLD

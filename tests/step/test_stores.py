@@ -47,14 +47,14 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A way of storing momentum, weights and the lr.
+    """Dtypes and optimizer options of a test case.
 
     Attributes:
         storage: Options that set how momentum and weights are stored.
-        dtypes: Pairs of (weight, gradient) dtypes, which the parameters use in rotation.
+        dtypes: Pairs of (weight, gradient) dtypes, assigned to the parameters in turn.
         options: Other optimizer options.
         method: Orthogonalization method.
-        lr: Function that converts the lr (to a tensor, for example).
+        lr: Function that converts the lr, for example to a tensor.
     """
 
     storage: Mapping[str, Any] = MappingProxyType({})
@@ -96,7 +96,7 @@ CODED: dict[str, Case] = {
 
 
 def compare(case: str, layout: str, **places: Any) -> None:
-    """Compare a test case with a direct computation on full tensors. With int8 momentum, the matrices are wide enough
+    """Assert that steps match a direct computation on full tensors. With int8 momentum, the matrices are wide enough
     that no shard splits a quantization block."""
     views, options = (WIDE, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
     # Steps on a simulated device are slow, so use fewer parameters and steps. Five parameters cover the five pairs of

@@ -42,8 +42,9 @@ def test_no_product_depends_on_its_slot_or_its_neighbours(dtypes: tuple[torch.dt
     assert [what for what, equal in found if not all(equal)] == []
 
 
-# Each case gives environment variables for a new process, and tuples of arguments for `found_with`, which runs in this
-# process. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions without AVX.
+# Each case gives the environment variables of a new process, and the tuples of arguments with which that process calls
+# `found_with`. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions without
+# AVX.
 _ELSEWHERE: dict[str, tuple[dict[str, str], list[tuple[int, int, bool]]]] = {
     "narrow": (
         {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -153,8 +154,7 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
     coefficients: str, method: str, dtype: torch.dtype
 ) -> None:
     """In every batched matmul, each matrix must start at a multiple of 64 bytes, and a partial batch must be padded to
-    the full batch size. The test covers cubic steps and both kinds of restart of the Gram form: with and without
-    recomputing the Gram matrix from the iterate."""
+    the full batch size. The cases include cubic steps and both kinds of restart (see [Note: restarts])."""
     if method == "gram" and dtype == torch.bfloat16:
         pytest.skip("refused: see test_gram.py")
     for rows, cols in ((5, 257), (257, 5), (9, 12), (1, 5), (3, 100)):

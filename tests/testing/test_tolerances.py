@@ -45,7 +45,7 @@ def exact(matrix: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("name", ["keller", "polar_express", "cubic"])
 def test_every_spectrum_stays_within_a_bound_that_is_near_what_is_found(name: str, dtype: torch.dtype) -> None:
     """The error of each orthogonalized matrix must be within its bound, and at least one error must exceed a tenth of
-    its bound. The expected results are computed from singular values."""
+    its bound."""
     triples = schedule(name).triples
     shares = []
     for what, matrix in MATRICES.items():

@@ -1,4 +1,4 @@
-"""Tests of the weight norms that Hyperball stores: matrices of zeros are reported, and a stored norm is never
+"""Tests of the weight norms that Hyperball stores: matrices of zeros cause a warning, and a stored norm is never
 recomputed."""
 
 from __future__ import annotations

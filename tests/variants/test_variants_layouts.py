@@ -17,7 +17,7 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, ParamCase
 from shardmuon.testing.pool import RankPool
 
-# One parameter for each way of storing matrices. Parameters of other sizes would test nothing new.
+# One parameter for each way of storing matrices. The others in PARAMS would test nothing new.
 SEVERAL = ("few_rows", "tall", "odd_experts", "qkv", "one_col", "columns", "in_out_gate_up", "one_row")
 
 

@@ -42,7 +42,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 @functools.cache
 def built(name: str) -> nn.Module:
-    """Return a cached model. Several tests share each cached model, so no test may change it."""
+    """Return the model that `MODELS[name]` describes. It is cached for all tests, so no test may change it."""
     return made(MODELS[name])
 
 
@@ -111,9 +111,8 @@ def one_patch(model: Any) -> Any:
     return attention(torch.randn(1, 1, attention.qkv.in_features))
 
 
-# With a single token, the softmax of the attention is always 1, whatever q and k are. In a fused weight, the gradients
-# of the parts for q and k are therefore zero up to rounding, and those of the other parts are nonzero. Each row gives a
-# weight, a function that runs the model (or one attention module) on a single token, and for each part of the weight,
+# With a single token, the softmax of the attention is always 1, so the gradients of q and k are zero up to rounding.
+# Each row gives a fused weight, a function that runs the model on a single token, and for each part of the weight,
 # whether its gradient must be zero.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),

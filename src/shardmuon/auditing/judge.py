@@ -34,17 +34,16 @@ is an operation that a Muon variant (such as NorMuon) adds to the step.
     Along such vectors, results can differ completely, and along other vectors hardly at all. So a difference is
     measured separately along each left singular vector of the reference. Along each vector, the rounding error is
     estimated as the root mean square of the differences that perturbations cause, or as one spacing of the result if
-    that is larger. The length of the measured difference is divided by this error, and only the largest of these ratios
-    counts. To obtain a relative difference, this ratio is divided by the largest ratio of the result itself, that is,
-    of its length along a vector to the error along this vector.
+    that is larger. The lengths of the measured difference and of the result are both divided by this error. The
+    relative difference is the largest ratio of the difference, divided by the largest ratio of the result.
 
 [Note: naming a fault]
     The audit simulates known faults. A simulated fault, called a guess, consists of the fault's name, a description,
     and the (rows, cols) fp64 weights after a step with this fault. The guess is compared with the update in which the
-    audit found a fault (the wrong update). It is accepted if the difference between its update and the wrong update is
-    small, compared both with the wrong update and with the wrong update's difference from the dense reference. All
-    sizes are measured along singular vectors, as in [Note: the shake]. The fault gets the name of the first guess that
-    matches almost exactly. If there is none, it gets the name of the accepted guess that matches best.
+    audit found a fault (the wrong update). It is accepted if its update is close to the wrong update, relative to both
+    the wrong update and the wrong update's difference from the dense reference. All sizes are measured along singular
+    vectors, as in [Note: the shake]. The fault gets the name of the first guess that matches almost exactly. If there
+    is none, it gets the name of the accepted guess that matches best.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ _LONGER = 1 / 16  # largest relative increase of the input matrix's norm in a pe
 # Relative error of the "exact" reference, which is computed in fp64 from a Gram matrix. The Gram matrix squares
 # singular values, so the reference is inaccurate for small ones.
 _OWN = 1e-9
-# Half of the largest relative error of momentum that is stored as 8-bit codes. `_judge_momentum` derives the error, and
-# doubles this number.
+# Half of the largest relative error of momentum in 8-bit codes. `_judge_momentum` allows twice this number.
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2
 _EPS = torch.finfo(torch.float32).eps
 # Number of roundings when a stage of a Muon variant scales a matrix by a norm. The norm, the stored norm, the factor
@@ -144,10 +142,10 @@ class _Evidence:
         momentum: Expected momentum after the step, (rows, cols).
         given: Input of the stages that run before the orthogonalizer, (rows, cols).
         fed: The orthogonalizer's input, after these stages, (rows, cols).
-        reference: Results of orthogonalizing the whole matrix in exact arithmetic.
-        exact: The orthogonalized matrix of `reference`, (m, n) fp64, in the basis of its left singular vectors. m is
-            the length of the matrix's shorter side, and n the length of its longer side.
-        dense: The orthogonalizer's result for the whole matrix, in the arithmetic of the audited step.
+        reference: `Reference` for the orthogonalizer's result in exact arithmetic.
+        exact: The orthogonalizer's result in exact arithmetic, (m, n) fp64, in the basis of the left singular vectors
+            of `reference`. m is the length of the matrix's shorter side, and n the length of its longer side.
+        dense: The orthogonalizer's result in the arithmetic of the audited step.
         step: The dense reference step, computed from `dense`.
         update: The orthogonalizer's result, recovered from the weights before and after the audited step.
         arrived: The orthogonalizer's result, recovered from the weights before and after the dense reference step. It
@@ -220,9 +218,8 @@ class _Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
-        """Select the values that the Muon variant's stages store (such as NorMuon's second moments) from `values`, a
-        dict with all quantities of the matrix. If a stage controls the norm of the weights, the result also contains
-        this norm."""
+        """Select the values that the Muon variant's stages store (such as NorMuon's second moments). If a stage
+        controls the norm of the weights, add this norm. `values` contains the weights and all stored values."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 
@@ -271,14 +268,14 @@ class _Evidence:
         return x[rows][:, cols], finish
 
     def enlarged(self, generator: Generator) -> _Run[Tensor]:
-        """Prepare a run of the orthogonalizer on a copy of the matrix whose norm has been increased and whose elements
-        have been moved by up to one spacing (see [Note: the shake]).
+        """Prepare a run of the orthogonalizer on a perturbed copy of the matrix: its norm is larger, and its elements
+        are moved by up to one spacing (see [Note: the shake]).
 
         Returns:
             A tuple (given, finish). `given` is the orthogonalizer's input, (rows + 2, cols + 2). `finish` computes a
-            tensor of shape (m,) from the orthogonalizer's result: the length of the difference between this run's error
-            and the error on the original matrix, along each left singular vector of the reference. Errors are
-            deviations from exact arithmetic.
+            tensor of shape (m,) from the orthogonalizer's result: how far its error (its deviation from exact
+            arithmetic) differs from that on the original matrix, as a length along each left singular vector of the
+            reference.
         """
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
@@ -303,9 +300,8 @@ class _Evidence:
         that rounding can explain.
 
         Along every singular vector, the rounding error is assumed to be at least one spacing of the largest weight. If
-        the Muon variant stores fp32 values, the rounding error is also assumed to be at least one fp32 eps of the
-        result. Up to four roundings can change a stored value by two eps. The square root of a stored value scales a
-        row or column of the result, and can therefore change by one eps.
+        the Muon variant stores fp32 values, it is also assumed to be at least one fp32 eps times the largest length of
+        the result along a singular vector, because rounding of stored values can change the scale of the result.
         """
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
@@ -315,9 +311,9 @@ class _Evidence:
         return self._beside([lengths for lengths, _ in self.shaken(self.reordered, count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much the orthogonalizer's error varies over `count` runs on a matrix with a larger norm. Return a
-        function that measures a difference relative to this variation, and the largest value of this function that
-        rounding can explain."""
+        """Measure how much the orthogonalizer's error varies over `count` perturbed runs (see [Note: the shake]).
+        Return a function that measures a difference relative to this variation, and the largest value of this function
+        that rounding can explain."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
@@ -356,7 +352,7 @@ class _Evidence:
         # the wrong update is far too short, this difference is much larger than the update itself. With the difference
         # as the scale, every simulated fault with a short update would seem to match the wrong update.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        # Accept a guess (a simulated fault) only if it leaves less than `least` of the wrong update unexplained.
+        # Accept a guess (a simulated fault) only if the part that it leaves unexplained is smaller than `least`.
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
         # If the norm of the weights is wrong, a simulated fault must also explain at least half of the norm's error.
@@ -413,10 +409,10 @@ def _judge_momentum(e: _Evidence) -> None:
     expected, before, found = e.momentum.double(), e.before["momentum"], e.after["momentum"]
     stored = e.arithmetic.stored
     # Storing the momentum rounds each element once, with a relative error of at most one eps. 8-bit codes ([Note: 8-bit
-    # codes] in momentum/stores.py) have a spacing of 2 sqrt(|x| s) / 127 at the value x in a block with scale s. For a
-    # block of 128 elements, the norm of the spacings is at most 2 / 127 * sqrt(6.2) times the block's norm. The worst
-    # case is a block with a single large element. In addition, the gradient and the two terms of the momentum's update
-    # are rounded to the momentum's dtype.
+    # codes] in momentum/stores.py) have a spacing of 2 sqrt(|x| s) / 127 at the value x in a block with scale s. The
+    # norm of a block's spacings is at most 2 / 127 * sqrt(6.2) times the norm of the block, because the sum of |x| s
+    # over 128 elements is at most 6.2 times the sum of x^2. In addition, the gradient and the two terms of the
+    # momentum's update are rounded to the momentum's dtype.
     rounded = _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps
     terms = max(float(value.norm()) for value in (before, e.before["gradient"], expected))
     allowed = 2 * rounded * terms + 1e-12 * float(expected.norm())
@@ -529,9 +525,9 @@ def _judge_numbers(e: _Evidence) -> None:
 
 
 def _judge_update(e: _Evidence) -> None:
-    """Compare the applied update with the dense update. If both give bitwise equal weights, the matrix's row of the
-    report contains a difference of 0 and, as the allowed difference, the one that was allowed in the comparison with
-    exact arithmetic."""
+    """Compare the applied update with the dense update, and fill in the matrix's row of the report. If the weights are
+    bitwise equal, the row's difference is 0, and its allowed difference is that of the comparison with exact
+    arithmetic."""
     if torch.equal(e.after["weights"], e.step.after):
         status, difference, allowed = "ok", 0.0, e.orthogonalizer(_FIRST)[1]
     else:

@@ -6,11 +6,10 @@ on all ranks.
     through other ranks, form a component.
 
     Before the step, all ranks of a component rebuild the layout table, which lists the ranks that store each part of
-    each Muon parameter. The code that does this also made the table for the plan. Then each set of ranks that store
-    parts of the same parameters runs one gather, small sets first. In this gather, the ranks agree on the matrices that
-    all of them could read. After the step, each sampled matrix is assembled in one exchange between the ranks that
-    store its parts. Then the ranks of each set gather hashes of their replicas. Finally, all ranks of the component
-    share their findings.
+    each Muon parameter. Then each set of ranks that store parts of the same parameters runs one gather, small sets
+    first. In this gather, the ranks agree on the matrices that all of them could read. After the step, each sampled
+    matrix is assembled in one exchange between the ranks that store its parts. Then the ranks of each set gather hashes
+    of their replicas. Finally, all ranks of the component share their findings.
 
     An exception that can occur on a single rank is caught and reported as a finding, so that the rank still takes part
     in every collective.
@@ -73,7 +72,7 @@ class _Sample:
 
     Attributes:
         row: The matrix's row in the report, without the results of the comparison.
-        arithmetic: The arithmetic of the matrix's step.
+        arithmetic: Options, dtypes and device that determine the matrix's step.
         before: Dict from quantity (such as "weights") to a tuple with the quantity's layout and the elements that this
             rank sends to `target`.
         target: The rank that judges the matrix.
@@ -200,7 +199,7 @@ class StepAudit:
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
         """Yield the name, the layout, and this rank's part (None if it stores none) of each quantity of a parameter.
-        The names are "weights", "momentum", "gradient", and the keys of the Muon variant's stages that store values."""
+        The names are "weights", "momentum", "gradient", and the state keys of the Muon variant."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
@@ -286,8 +285,8 @@ class StepAudit:
         return _Sample(row, arithmetic, self._elements(number, matrix), target)
 
     def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:
-        """Determine the arithmetic of a matrix's step from the plan and from the current options of the parameter's
-        group."""
+        """Collect the options, dtypes and device that determine a matrix's step, from the plan and from the current
+        options of the parameter's group."""
         param, choice, device = one.param, item.choice, self._binding.ns_device
         spec = self._binding.plan.specs[item.param]
         gradient, how = self._proposal.grads[item.param], self._proposal.rounding.get(item.param)
@@ -392,9 +391,9 @@ class _Part(NamedTuple):
     sources: list[list[Tensor]]
     places: Tensor
 
-    def select(self, storage: Tensor) -> Tensor:  # (n,)
-        """Read the matrix's elements from `storage`, a local tensor of the rank. It contains weights, gradients,
-        momentum, or values that a Muon variant stores."""
+    def select(self, storage: Tensor) -> Tensor:
+        """Return the matrix's elements in `storage`, as a 1-D tensor in the order of `places`. `storage` is a local
+        tensor of the rank, such as its weights or momentum."""
         indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
         found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
         return torch.cat([storage.new_empty(0), *found])
@@ -419,8 +418,8 @@ def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
 
 
 def _sent_by(layout: ParamLayout, number: int, rank: int) -> _Part:
-    """Find the elements of matrix `number` that `rank` sends to the rank that judges the matrix. If several ranks store
-    the same piece, only the first of them sends its elements."""
+    """Select the elements of matrix `number` that `rank` sends to the rank that judges the matrix. If several ranks
+    store the same piece, only the first of them sends it."""
     held = [one for one in layout.of_rank(rank) if one.piece.numel and layout.keepers[one.piece][0] == rank]
     return _part_of(layout.view, number, held)
 
@@ -439,9 +438,8 @@ def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def _outer(lines: Iterable[Tensor]) -> Tensor:  # 1-D
-    """Compute the outer sum of 1-D tensors, that is, all sums of one value from each tensor, flattened in row-major
-    order."""
+def _outer(lines: Iterable[Tensor]) -> Tensor:
+    """Compute all sums of one value from each of the 1-D tensors `lines`, as a 1-D tensor in row-major order."""
     return reduce(lambda sums, line: sums.unsqueeze(-1) + line, lines).reshape(-1)
 
 

@@ -1,13 +1,14 @@
 """Compute the step of one whole (unsharded) matrix, once in the arithmetic of the audited step and once in exact
 arithmetic.
 
-Computed in the same arithmetic, the dense step can differ from a correct audited step only by rounding: a product can
-be rounded differently at a different position in a batch (see [Note: equal bits in batches] in
-orthogonalize/__init__.py).
-Both steps use the same orthogonalizer, so only a comparison with exact arithmetic (`Reference`) can find a fault in the
-orthogonalizer. This module does not use the code that plans a step, fills buckets, exchanges tensors or updates the
-momentum and the weights. Variants such as NorMuon add operations, called stages, to a step. This module's formulas for
-the stages come from the papers, not from the code of the stages.
+The step of the whole matrix is called the dense step. In the arithmetic of the audited step, it can differ from a
+correct audited step only by rounding, because products can be rounded differently at different positions in a batch
+(see [Note: equal bits in batches] in orthogonalize/__init__.py). Both steps use the same orthogonalizer, so only a
+comparison with exact arithmetic (`Reference`) can find a fault in the orthogonalizer.
+
+This module does not use the code that plans a step, fills buckets, exchanges tensors or updates the momentum and the
+weights. Variants such as NorMuon add operations, called stages, to a step. This module's formulas for the stages come
+from the papers, not from the code of the stages.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X preserves singular vectors and maps each singular value s
@@ -53,8 +54,7 @@ _Kept = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Arithmetic of one matrix's step: the options, dtypes and device that determine the step's result. The methods
-    compute parts of the step.
+    """Options, dtypes and device that determine the bits of one matrix's step. The methods compute parts of the step.
 
     Attributes:
         settings: Options of the matrix's parameter group.
@@ -126,15 +126,12 @@ class Arithmetic:
         self,
         matrices: Tensor,  # (B, rows, cols), any dtype
         *,
-        # True to keep the input in at least fp32. Rounding to the dtype `wire`, in which ranks send the input, would
-        # undo a tiny perturbation.
+        # True if the matrices were slightly perturbed. They are then kept in at least fp32, because rounding to the
+        # dtype `wire` would undo the perturbation.
         nudged: bool = False,
     ) -> Tensor:  # (B, rows, cols) fp64
         """Orthogonalize whole matrices in the arithmetic of the audited step. The result is rounded to the dtype
-        `wire`, unless the Muon variant adds an operation that runs on the result before ranks send it.
-
-        A batch takes hardly longer than a single matrix, because a single matrix would be padded to a batch. Each
-        matrix's result has the same bits in both cases."""
+        `wire`, unless the Muon variant adds an operation that runs on the result before ranks send it."""
         s, c = self.settings, self.choice
         # Ranks send the orthogonalizer's input in the dtype `wire`. Operations that a Muon variant runs before the
         # orthogonalizer are applied after this exchange, so their results are not rounded to `wire`.
@@ -175,9 +172,8 @@ class Arithmetic:
         return factor, matrix, kept
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
-        """Compute the norm of the given weights. A Muon variant's stages (operations) that control the norm of the
-        weights store this norm in their first step. Return a dict from the key of each of these stages to the norm, a
-        (1,) fp64 tensor."""
+        """Compute the norm of the given weights, which each of `weight_stages` stores in its first step. Return a dict
+        from the key of each stage to the norm, a (1,) fp64 tensor."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
     def weights_after(
@@ -210,7 +206,7 @@ class Arithmetic:
         before: Tensor,  # (rows, cols) fp64
         after: Tensor,  # (rows, cols) fp64
         scale: float,
-        # (rows, cols) fp64 expected update, used to decide whether an element decayed if rounding hides the decay
+        # (rows, cols) fp64 expected update, used where rounding hides whether an element decayed
         expected: Tensor,
     ) -> Tensor:
         """Recover a step's update from the weights before and after it: (decay * before - after) / (lr * scale)."""

@@ -101,7 +101,7 @@ class MatrixRow:
             STAGE, an operation that a Muon variant adds to the step.
         compared: True if the step had an update to compare. Otherwise, `difference` and `allowed` are 0.
         difference: Relative difference between the applied update and the update of the dense reference, measured along
-            the singular vector along which it is largest compared with the rounding error (see [Note: the shake] in
+            the singular vector with the largest ratio of difference to rounding error (see [Note: the shake] in
             auditing/judge.py). If both updates lead to bitwise equal weights, it is 0.
         allowed: Largest relative difference that rounding can explain. If both updates lead to bitwise equal weights,
             this is the limit for the difference between the dense reference and exact arithmetic.
@@ -195,7 +195,7 @@ class AuditSchedule:
         asked: The audit that the user has requested for the next step with `audit()`, or None.
     """
 
-    samples = 2  # number of matrices that a scheduled audit compares in each set of ranks that shares parameters
+    samples = 2  # number of matrices that a scheduled audit compares per set of ranks that share parameters
     every: int | None = None
     num_steps: int = 0
     num_audits: int = 0
@@ -227,7 +227,7 @@ class AuditSchedule:
                 warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=level_of_the_caller())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle. It lacks the requested audit, which belongs to the current process only."""
+        """Return the state to pickle, without the requested audit, which belongs to the current process only."""
         return {**self.__dict__, "asked": None}
 
 
@@ -236,7 +236,7 @@ class PendingAudit:
     """Audit of the next step, requested by the user with `audit()`.
 
     Attributes:
-        samples: Number of matrices compared in each set of ranks that shares parameters.
+        samples: Number of matrices to compare per set of ranks that share parameters.
         found: The report of the audit; None before the step.
     """
 

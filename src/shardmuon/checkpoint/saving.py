@@ -316,8 +316,8 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                # The shard is listed with use_muon=True, because engines (storage adapters) then reject layouts that
-                # cannot be divided into rows and columns.
+                # With use_muon=True, engines (storage adapters) reject layouts that cannot be divided into rows and
+                # columns.
                 if is_cut:
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
@@ -356,8 +356,7 @@ def _as_global(
 
 def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
     """Compute the layout of the scales of 8-bit momentum (one scale per row and block of columns) from the layout of
-    the momentum. Every piece begins at a block boundary, because 8-bit momentum cannot be created with any other
-    layout."""
+    the momentum. Shards of 8-bit momentum always begin at block boundaries."""
     inner = math.prod(layout.view.shape[num_row_dims + 1 :])
 
     def in_blocks(index: Ints) -> Ints:

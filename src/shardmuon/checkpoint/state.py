@@ -65,8 +65,8 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        # While the layout of a shard is unknown, the shard's matrices are unknown, too. In this case, the first step
-        # creates the state that the Muon variant stores for the shard.
+        # If the layout of a shard is still unknown, so are its matrices. The first step then creates the state that the
+        # Muon variant stores for the shard.
         if view.matrices:
             engine, stacked = engine_for(param, group), view.num_row_dims == 2
             for key, shape in _state_shapes(stages_of(group), view).items():

@@ -169,7 +169,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # other code may still refer to a destroyed process group
+    if kept is not None and is_alive(kept):  # `ref` also returns a destroyed group that other code still holds
         # The cached process group takes precedence over `hint`, because ranks that rebuild a plan can pass different
         # hints.
         return kept
@@ -184,9 +184,9 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
 def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | None = None) -> torch.device:
     """Choose the device on which ranks exchange tensors that are stored on `device`.
 
-    Return `preferred` if the ranks' process group has a backend other than gloo for this device, or if there is only
-    one rank. Otherwise, return `device`, with one exception: if `device` is the CPU and the group has no CPU backend,
-    return the accelerator. This happens in NCCL-only jobs that offload parameters to the CPU.
+    If `preferred` is given, return it if there is only one rank, or if the ranks' process group has a backend other
+    than gloo for it. Otherwise, return `device`, with one exception: if `device` is the CPU and the group has no CPU
+    backend, return the accelerator. This happens in NCCL-only jobs that offload parameters to the CPU.
     """
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device

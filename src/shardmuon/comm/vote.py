@@ -298,8 +298,7 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
         facts: Picklable data for all other ranks.
         fault: Record of this rank's error, if this rank has one.
         before: All ranks of the previous component, or None if it is unknown. These ranks compare their sets first. If
-            only some ranks of a set list the set in `sets`, all ranks raise an error that names the set. Without this
-            comparison, the ranks that list the set would wait for its other ranks until the timeout.
+            only some ranks of a set list it in `sets`, all ranks get an error at once instead of a timeout.
 
     Returns:
         Dict from every rank of the component to the rank's `facts`, equal on all of these ranks.

@@ -35,7 +35,7 @@ class _Matrices(NamedTuple):
 
     Attributes:
         rows, cols: Shape of each matrix.
-        how: Orthogonalization method and dtype of its matrix products, as the string of a `Choice`.
+        how: Orthogonalization method and dtype of its matrix products, for example "gram float16".
         num: Number of matrices.
         flops: FLOPs for orthogonalizing one matrix, as estimated by the planner.
     """
@@ -201,8 +201,7 @@ def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
 def _counts(
     plan: Plan, number: int, bucket: Bucket, ways: Callable[[Item], _Ways], node_of: Callable[[int], int]
 ) -> Iterator[BucketCount]:
-    """Yield the work of each rank in one bucket (group of matrices) of the plan. `number` is the index of the
-    bucket."""
+    """Yield the `BucketCount` of each rank in `bucket.ranks`. `number` is the index of the bucket in the plan."""
     items, ranks = [plan.items[n] for n in bucket.items], _ints(bucket.ranks)
     owned, batches = defaultdict[int, Counter[tuple[Any, ...]]](Counter), Counter[int]()
     for item in items:
@@ -298,7 +297,7 @@ def _sides(
         nodes: Index of the node of each rank in `ranks`.
 
     Returns:
-        A pair of lists in the order of `ranks`: the bytes that each rank sends, and the bytes that each rank receives.
+        Two lists in the order of `ranks`: each rank's `_Sent` for sending, and each rank's `_Sent` for receiving.
     """
     num, columns = len(ranks), zip(*more, strict=True) if more else ((), (), ())
     source, target, size = (np.concatenate([one, _ints(new)]) for one, new in zip(messages, columns, strict=True))

@@ -37,18 +37,15 @@ from numpy.typing import NDArray
 
 from shardmuon.orthogonalize import batch_size
 
-# Bytes that each pass over memory reads and writes per fp32 element. Each pass is a sequence of foreach kernels.
-# `Rates.passed` adds the bytes that are read from receive buffers and written to send buffers, which depend on the
-# dtype of the exchange. G is the gradient, B the momentum buffer, U the update, W the weight.
-#   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the send buffer).
-#   momentum: only the first lerp of "pack", which is enough if another replica sends the elements.
-#   apply: scale (read W, write W), add (read U, read W, write W). With a 2-byte exchange dtype, `Rates.passed` adds a
-#     conversion to fp32 (read the receive buffer, write U).
-#   adamw: The fused kernel reads the parameter, the gradient and both moments, and writes all except the gradient.
+# Bytes that each pass over memory reads and writes per fp32 element, without send and receive buffers, which
+# `Rates.passed` adds. G is the gradient, B the momentum buffer, U the update, W the weight.
+#   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U).
+#   momentum: the first lerp of "pack", for elements that another replica sends.
+#   apply: scale (read W, write W), add (read U, read W, write W). A 2-byte receive buffer is first converted to U.
+#   adamw: fused kernel (read W, G and both moments, write W and both moments).
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
-# Number of kernel launches in five Newton-Schulz steps on a batch (or on one matrix, if the method does not batch
-# matrices), by orthogonalization method, as counted with a TorchDispatchMode that ignores views. The estimated time of
-# a product is at least the time of its launches, which matters for small matrices.
+# Number of kernel launches in five Newton-Schulz steps on one batch, by orthogonalization method, as counted with a
+# TorchDispatchMode that ignores views. Steps on small matrices take at least as long as these launches.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 # Meaning and unit of each number in a hardware file. A key is either the name of a number or the first words that the
@@ -216,7 +213,7 @@ class Hardware:
 
     @property
     def gpus_per_node(self) -> int:
-        """Number of ranks on one node. Fast links connect these ranks."""
+        """Number of ranks on one node."""
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
@@ -256,8 +253,7 @@ class Rates:
 
     def of(self, name: str, size: float = 1.0, where: str = "") -> _Ends:
         """Look up a number, or a table's value at a size, and return it as (best, middle, worst). If the size is beyond
-        the table's ends and `where` is not empty, record the lookup in `extrapolated` under the description
-        `where`."""
+        the table's ends, record the lookup in `extrapolated`, described by `where`, unless `where` is empty."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
@@ -349,9 +345,8 @@ class Rates:
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Record that an estimate used a number from the hardware file. If nobody has checked the number, add it to
-        `unverified`. If `beyond` is not empty, it describes a size beyond the ends of the number's table, and is added
-        to `extrapolated`."""
+        """Record that an estimate used a number. Add it to `unverified` if nobody has checked it, and to `extrapolated`
+        if `beyond` describes a size beyond the ends of its table."""
         if not known.verified:
             self.unverified.setdefault(name, known.source)
         if beyond:

@@ -543,8 +543,8 @@ class Exact:
         mesh: Arrangement of the job's ranks.
         classes: Classes of ranks that store the same number of bytes and do the same amount of work, sorted by the
             lowest rank in each class.
-        digests: Hex digests of the plans, one for each group of ranks that exchange data. Keys have the form "index of
-            the plan: ranks". The digests equal `Plan.digests` in the real job.
+        digests: Hex digests of the plans, one for each group of ranks that exchange data. Each key gives the index of
+            the plan and the ranks, as in "0: 0-7". The digests equal `Plan.digests` in the real job.
         options: Other inputs of the plan as strings, by name: device, dtype of the weights, and those options of the
             optimizer that differ from their defaults.
         tokens_flops: FLOPs per token in the forward and backward pass (6 x active parameters); 0 if unknown.
@@ -588,9 +588,8 @@ class Exact:
             weights: dtype of the model's parameters. Except under ZeRO, their gradients have the same dtype.
             machine: Machine whose speed determines how matrices are divided into buckets. Default: an H100, or a CPU if
                 `device` is "cpu".
-            active_params: Number of parameter elements used per token. The default for a preset is the preset's number.
-                For other models, it is the number of all elements except embeddings, or 0 (unknown) if the model has
-                experts.
+            active_params: Number of parameter elements used per token. Default: the number in the preset, if it has
+                one; otherwise the number of all elements except embeddings, or 0 (unknown) if the model has experts.
             **options: Options of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
 
         Raises:

@@ -157,10 +157,8 @@ def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make]) -> nn.Mo
 
     Args:
         shapes: Dict from parameter name to shape, in the model's order.
-        kinds: Dict from module name to a function that creates the module from the shape of its first parameter. A
-            module that is not in the dict becomes an embedding if it has a 2-D parameter and its name contains "embed"
-            or is "wte" or "wpe"; a linear layer if it has any other 2-D parameter; and an RMSNorm if it has a 1-D
-            parameter and its name contains "norm".
+        kinds: Dict from module name to a function that creates the module from the shape of its first parameter.
+            `_leaf` creates the other modules that have parameters.
     """
     root = _bare(_type("Model"))
     for name, shape in shapes.items():

@@ -272,9 +272,8 @@ class _Pricer:
             index.
         _overlap: Fraction of an exchange that can run at the same time as matrix products.
         _first: Time before the first bucket, as a dict from uncertain factor to the seconds that depend on this factor.
-        _phases: For each bucket, a tuple of the key that its ranks share (None if they exchange nothing) and a nested
-            dict from phase to uncertain factor to seconds. Exchanges that the bucket does not need are left out of the
-            dict.
+        _phases: For each bucket, a tuple of its key (None if the bucket is not exchanged) and a nested dict from phase
+            to uncertain factor to seconds. The dict omits exchanges that the bucket does not need.
         _adamw: Seconds that AdamW takes on a rank of each class.
     """
 
@@ -341,12 +340,12 @@ class _Pricer:
         return tuple(sorted(found, key=lambda row: -row[2]))
 
     def parts(self, number: int, waited: Sequence[float]) -> dict[str, Time]:
-        """Return the seconds that a rank of a class spends on each activity, as a dict from activity to `Time`.
+        """Return a dict from activity to the time that each rank of a class (ranks that do equal work) spends on it.
 
         Args:
             number: Index of the class.
-            waited: Three numbers: the seconds spent waiting for exchanges if all uncertain factors have their best,
-                middle or worst values.
+            waited: Seconds spent waiting for exchanges if all uncertain factors have their best, middle or worst
+                values, in this order.
         """
         phases = [item for n in self._held[number] for item in self._phases[n][1].items() if item[0] not in _EXCHANGES]
 
@@ -408,8 +407,8 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            # Each of the n ranks that exchange a bucket (group of matrices) adds 1/n, so `members` counts these groups
-            # of n ranks.
+            # The ranks of a group exchange a bucket among themselves. `members` counts groups, so each rank counts as
+            # a fraction of its group.
             members[key] += rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
@@ -493,7 +492,7 @@ _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_MANY = 12  # maximum number of rank rows, and of extrapolated numbers, in the report
+_MANY = 12  # maximum number of rows in the table of ranks, and of extrapolations listed
 
 
 class _Section(NamedTuple):

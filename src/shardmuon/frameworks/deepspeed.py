@@ -9,9 +9,8 @@ saves the momentum like any other optimizer state.
 All code that reads private attributes of DeepSpeed is in this file. shardmuon never imports DeepSpeed.
 
 [Note: what DeepSpeed steps]
-    `deepspeed.initialize` replaces the parameters in the optimizer's groups with *flat buffers*. A flat buffer is this
-    rank's 1-D fp32 partition of a group (ZeRO stages 1 and 2, and the BF16 optimizer) or of a sub-group (ZeRO stage 3).
-    DeepSpeed reduces, unscales and clips the gradients of flat buffers before it calls `step()`.
+    A flat buffer is this rank's partition of a group (ZeRO stages 1 and 2, and the BF16 optimizer) or of a sub-group
+    (ZeRO stage 3). DeepSpeed reduces, unscales and clips the gradients of flat buffers before it calls `step()`.
 
     In a training step, stages 1 and 2 call `step()` once per group, with only this group in the optimizer. Stage 3
     calls `step()` once per sub-group, with all other groups empty. The BF16 optimizer calls `step()` once. All ranks
@@ -333,18 +332,16 @@ class _DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Return the function `_refuse_copies`, which raises an error, if DeepSpeed runs ZeRO stage 0 in half
-        precision. Otherwise, return None. In half precision at stage 0, the first call to `step` comes from DeepSpeed's
-        function `initialize_optimizer_states`, which only creates state."""
+        """Return `_refuse_copies`, which raises an error, if DeepSpeed calls `step` in `initialize_optimizer_states`,
+        otherwise None. DeepSpeed does so only with ZeRO stage 0 in half precision, to create state."""
         return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
         """Handle one of the calls to `step()` that DeepSpeed makes in a training step. The call steps the groups that
         DeepSpeed has put into `core.param_groups`."""
         try:
-            # At the first call to `step()` in a training step, the counter is 0 (before the first training step, or
-            # after an error) or equal to the number of flat buffers (which were all updated in the previous training
-            # step). See [Note: one vote before the first call].
+            # This is the first call in a training step if the previous training step has stepped all flat buffers, or
+            # if the counter is 0. See [Note: one vote before the first call].
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
@@ -420,8 +417,8 @@ class _DeepSpeedHost(Host):
         elif "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(flat)
-            # `exp_avg_sq` is one zero that is expanded to the shape of the flat buffer. A swapped flat buffer gets
-            # none, because DeepSpeed would write one zero per element of the flat buffer to the file.
+            # `exp_avg_sq` is a single zero that is expanded to the shape of the flat buffer. Swapped flat buffers do
+            # without it, because DeepSpeed would write it to a file in full size.
             if not known.swapped:
                 state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
         elif state["exp_avg"].shape != flat.shape:
@@ -625,7 +622,7 @@ def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Any, ...]]) -> None:
     addresses that direct I/O does not support.
 
     Args:
-        keeper: Object that stores the optimizer's momentum.
+        keeper: The optimizer's `Keeper`, which contains the options for momentum and rounding.
         groups: One tuple for each optimizer group, as in `_DeepSpeedHost.groups`.
     """
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
@@ -727,7 +724,7 @@ def _refuse_swaps(parts: Sequence[tuple[str, _Slice, Tensor]], zero3: Any) -> No
 
 def _refuse_loaded(step: FrameType | None) -> None:
     """Raise ValueError if a checkpoint was loaded with `engine.load_checkpoint` instead of this module's
-    `load_checkpoint`. After such a call, the engine's attribute `loaded_checkpoint_dp_world_size` is not None.
+    `load_checkpoint`, which resets the engine's attribute `loaded_checkpoint_dp_world_size` to None.
 
     Args:
         step: Stack frame of the engine's method that calls `step()`; None if there is no such frame.

@@ -23,7 +23,7 @@ from shardmuon.step.kept import carry_by_position
 
 
 class _FSDP1Host(Host):
-    """Integration that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
+    """Integration with FSDP1. It prepares state dicts for `FSDP.optim_state_dict`, and does not affect steps."""
 
     packages = ()
 

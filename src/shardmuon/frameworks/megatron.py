@@ -471,11 +471,11 @@ class _Unfinished(Host):
 
 
 class _ShardHost(_Unfinished):
-    """Integration with Megatron's distributed optimizer.
+    """Integration with Megatron's distributed optimizer. If model chunks use the same parameter names, a number is
+    appended to repeated names.
 
     Args:
-        core: Optimizer whose groups contain shards of all matrices, including empty shards. If model chunks use the
-            same parameter names, a number is appended to repeated names.
+        core: Optimizer whose groups contain shards of all matrices, including empty shards.
         shards: Dict from model parameter to its fp32 shard, for all parameters that have elements on this rank.
     """
 
@@ -631,8 +631,7 @@ def _distributed_optimizer(
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    # Megatron unscales the gradients of all shards but never sets the gradients of empty shards, so set
-                    # the gradients of empty shards once, to empty tensors.
+                    # Megatron unscales the gradients of all shards, but never sets those of empty shards.
                     shard.grad = torch.empty_like(shard)
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start

@@ -119,9 +119,8 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
     """Find the rows of a parameter that this rank stores.
 
     Returns:
-        A tuple (cut, num_parts, part, row). Tensor parallelism splits the parameter into `num_parts` parts, along the
-        dim and with the stride given by `cut`. This rank's rows belong to the part with index `part`, and `row` is the
-        index of the first of them within that part.
+        A tuple (cut, num_parts, part, row). `cut` is the dim and the stride with which tensor parallelism splits the
+        parameter into `num_parts` parts. This rank's rows begin at index `row` of the part with index `part`.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -241,7 +240,7 @@ class _MegatronFSDPHost(Host):
         same placements as their Megatron-FSDP parameter get the attributes. A rank that stores no part of a parameter
         does not save the parameter's plain state tensors, such as step counts.
 
-        Tensor-parallel shards are saved one after another, even if the parameter is sharded with a stride.
+        In the saved tensor, tensor-parallel shards lie in rank order, even if the parameter is sharded with a stride.
         Megatron-FSDP saves weights in the same way.
         """
         for param, values in core.state.items():

@@ -27,8 +27,7 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         """torchtitan's optimizer config with the additional field `options`.
 
         Attributes:
-            options: Options of `shardmuon.Muon`. The options that `Muon` accepts together with a module, such as
-                `adamw_lr` and `overrides`, are allowed.
+            options: Options of `shardmuon.Muon`, including `adamw_lr` and `overrides`.
         """
 
         options: dict[str, Any] = field(default_factory=dict)

@@ -41,11 +41,10 @@ class MuonFactory:
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
         """Make the optimizer. The Trainer treats the factory as a class: it first calls the factory without a model, as
-        if to create an instance, and then calls the result with the model. So a call without a model returns the
-        factory itself.
+        if to create an instance, and then calls the result with the model.
 
         Args:
-            model: Model to optimize. If None, the factory itself is returned.
+            model: Model to optimize; None in the Trainer's first call.
             options: Options of `shardmuon.Muon`. They take precedence over the constructor's options.
 
         Returns:
@@ -71,9 +70,8 @@ def _replicas(model: nn.Module) -> Any:
     the Trainer will not use DistributedDataParallel.
 
     The model is not wrapped yet, but accelerate's `distributed_type` shows which wrapper the Trainer will use. Types
-    that begin with "MULTI_", such as MULTI_GPU, stand for DistributedDataParallel. FSDP and DeepSpeed, which shard the
-    parameters themselves, have other types. The result is also None for a model that is already tensor parallel
-    (`tp_plan`): its parameters are DTensors, and their meshes already contain the ranks.
+    that begin with "MULTI_", such as MULTI_GPU, stand for DistributedDataParallel. The result is also None for a
+    tensor-parallel model (`tp_plan`), because a DTensor's mesh determines which ranks share it.
     """
     from accelerate.state import AcceleratorState, is_initialized
 

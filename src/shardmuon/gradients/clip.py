@@ -12,9 +12,9 @@ same norm, bit for bit, or all ranks raise an error.
     experts and pipeline stages). The gradients of such tensors are called loose in this file.
 
     To find replicas, each rank groups its loose gradients by shape and by the set of ranks that store the tensor, and
-    computes one norm per group. If two ranks have the same position in their sets and get the same norm, their
-    gradients are treated as replicas and counted once. Norms of few elements can be equal by chance. So small gradients
-    are treated as replicas only if the norms of all loose gradients on these sets of ranks are equal, too.
+    computes one norm per group. Groups on two ranks are treated as replicas and counted once if their shapes and norms
+    are equal, and if both ranks have the same index in the sets. Norms of few elements can be equal by chance. So small
+    gradients are treated as replicas only if the norms of all loose gradients on these sets of ranks are equal, too.
 
     If any parameter is sharded or known to be replicated over a set of ranks, the loose gradients of plain tensors must
     be equal on these ranks, because unequal gradients are probably replicas that were not averaged. This rule does not
@@ -281,10 +281,9 @@ class _Clipping(TableCall[_BoundGradients]):
             this rank are left out.
         states: `GradientState` of each parameter's gradient.
         counted: Norm of the gradient elements that this rank counts, excluding loose gradients.
-        loose: Loose gradients on this rank, which may have replicas on other ranks ([Note: who sums with whom]). One
-            tuple (fingerprint, norm, alone) describes all that have the same shape and are stored by the same set of
-            ranks. Replicas have equal fingerprints. `alone` is True if the set contains only this rank, as for plain
-            tensors without a process group.
+        loose: One tuple (fingerprint, norm, alone) for all loose gradients ([Note: who sums with whom]) that have the
+            same shape and are stored by the same set of ranks. Replicas have equal fingerprints. `alone` is True if the
+            set contains only this rank, as for plain tensors without a process group.
     """
 
     params: Sequence[Listed]
@@ -319,14 +318,14 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        # If any rank has no parameters, no rank caches the layouts: a rank finds cached layouts by its first parameter,
-        # and either all ranks must use cached layouts or none.
+        # If any rank has no parameters, no rank caches the layouts. A rank finds cached layouts by its first parameter,
+        # and all ranks or none must use cached layouts.
         if all(has_params for _, has_params in everyone):
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
-        """Read this rank's gradients, compute this rank's contribution to the norm of all gradients, and return this
-        rank's ballot for the vote on clipping."""
+        """Read this rank's gradients, compute its contribution to the norm, and return its ballot for the vote on
+        clipping."""
         self.states, self.held = [GradientState.NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             if one.param.grad is None:
@@ -372,7 +371,7 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def _align(self, bound: _BoundGradients) -> None:
         """Redistribute each gradient whose placement differs from its parameter's, in the same order on all ranks.
-        Collective over the ranks over which these parameters are sharded or replicated."""
+        Collective over the ranks that share these parameters."""
         for number in bound.in_order:
             param = self.params[number].param
             if self.states[number] == GradientState.MISPLACED:

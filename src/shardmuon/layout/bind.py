@@ -45,8 +45,8 @@ class Listed(NamedTuple):
         param, group: The parameter, and its parameter group.
         view: Keyword arguments of `matrix_view`, which define the matrices in the parameter. None if the caller needs
             no matrices, as in gradient clipping.
-        options: Text that lists the parameter's other options, such as its dtype. The text must be equal on all ranks
-            that share the parameter.
+        options: Text that lists other options and properties of the parameter, such as its dtype. It must be equal on
+            all ranks that share the parameter.
     """
 
     name: str
@@ -77,12 +77,11 @@ class Table:
         params: This rank's parameters.
         claims: For each parameter, a description of the part that this rank stores.
         layouts: Layout of each parameter.
-        sets: Dict from each set of ranks to the indices of the parameters that exactly these ranks share. Sets with
-            fewer ranks come first.
+        sets: Dict from each set of ranks to the indices of the parameters that exactly these ranks share. Smaller sets
+            come first.
         stamps: Dict from each rank of the component to a string that identifies the rank's hardware and software.
-        token: 16 bytes that identify this table, equal on all ranks of the component. The token is a hash of random
-            bytes from every rank, so it differs between optimizers that are otherwise identical. The tokens therefore
-            reveal ranks that step two such optimizers in different orders.
+        token: 16 bytes that identify this table, equal on all ranks of the component. They depend on random bytes, so
+            that identical optimizers have different tokens, and ranks that step them in different orders are detected.
     """
 
     component: Ranks
@@ -103,9 +102,8 @@ def union(groups: Collection[Ranks]) -> Ranks:
 
 
 def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """Build the grids of ranks that share a tensor. Return a dict from each `Ties` in `known` (the row and the column
-    of a grid that a single rank knows) to the whole grid. The ranks in a row store one replica of the tensor, and the
-    ranks in a column store the same part. All ranks compute the same grids.
+    """Build the grids of ranks that share a tensor, and return a dict from each `Ties` in `known` to its grid. All
+    ranks compute the same grids.
 
     Args:
         known: Dict from each rank to the `Ties` of its tensors, for all ranks that are connected by shared tensors.
@@ -119,8 +117,8 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
-                # `cells` maps each rank of the grid to the `Ties` that the rank must have reported. All these `Ties`
-                # get this grid, because computing it again for each of N ranks would take O(N^3) time.
+                # `cells` maps each rank of the grid to the `Ties` that the rank must have reported. The grid is stored
+                # for all of them, because computing it again for each of N ranks would take O(N^3) time.
                 cells = {one: Ties(row, column) for row in grid for one, column in zip(row, columns, strict=True)}
                 for other, cell in cells.items():
                     if cell not in known.get(other, ()) or len(cells) < len(grid) * len(columns):
@@ -130,8 +128,8 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
-    # `columns` lists the set of ranks that store each part. `rows` maps each mate (a rank that stores the same part as
-    # `rank`) to the ranks of the mate's replica. The i-th rank of a row must be in the i-th column.
+    # `columns[i]` is the set of ranks that store part i. `rows` maps each rank that stores the same part as `rank` to
+    # the ranks of its replica, the i-th of which must be in `columns[i]`.
     columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
     rows: dict[int, Ranks] = {}
     for mate in ties.mates:
@@ -179,12 +177,12 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ranks that share each parameter listed by `params`. Return a dict from the `Ties` of each parameter (a
-    row and a column of the grid of ranks that share it) to the sets of ranks in the row and in the column.
+    """Find the ranks that share each parameter listed by `params`. Return a dict from the parameters' `Ties` to their
+    `Ties.sets`.
 
     An error for one parameter is recorded in `fault` and does not stop the search, because the ranks that share the
-    other parameters wait for this rank's message. If any error has been recorded, the search is repeated once, because
-    an interrupt may have ended it early.
+    other parameters wait for this rank's message. After any error, the search is repeated once, because an interrupt
+    may have cut it short.
     """
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
@@ -215,9 +213,10 @@ def bind(
     Args:
         listed: This rank's parameters.
         waiting: Function that returns the name, tensor and group of every parameter for which other ranks may be
-            waiting for this rank, including all parameters in `listed`. Default: only the parameters in `listed`.
+            waiting for this rank. Default: the parameters in `listed`.
         beyond: Additional sets of ranks that must belong to the component. Each set contains this rank.
-        before: Component of the previous table. None: there is no previous table.
+        before: Component of the previous table, whose ranks first compare their sets of ranks. None: there is no
+            previous table.
         stamp: Text that identifies this rank's hardware and software.
         fingerprint: Function that hashes a parameter's local storage to 64 bits, to compare replicas. None: replicas
             are not compared.
@@ -333,7 +332,7 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # this rank's layout table, as the only item; empty if this rank has an error
+    table: Sequence[Table],  # a list with this rank's layout table; empty after an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
@@ -410,8 +409,8 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete the binding `kept` (the plan or the layouts, which later calls reuse) with `everyone`, the messages
-        that `made` returned on all ranks. Store the binding for later calls."""
+        """Complete the binding `kept` with the messages that `made` returned on all ranks, and store it for later
+        calls."""
 
     def sets(self, fault: Fault) -> list[Ranks]:
         found = _sharers_of(self.waiting, fault).values()

@@ -63,7 +63,7 @@ class OnMesh(NamedTuple):
     Attributes:
         mesh: Size of each mesh axis.
         ranks: Global ranks, in row-major order of their mesh coordinates.
-        placements: Placement for each mesh axis; None if the axis replicates the tensor.
+        placements: For each mesh axis, its `Shard`, or None if the axis replicates the tensor.
     """
 
     mesh: Ints
@@ -99,8 +99,8 @@ class OnMesh(NamedTuple):
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> Sequence[tuple[int, int]]:
     """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim ([Note:
-    order of cuts]). The input is in the order of the mesh axes, and its split factors count all shards made by earlier
-    cuts. In the result, a split factor counts only shards made by axes that are not in the list."""
+    order of cuts]). The given factors count the shards made by all earlier cuts. The returned factors count only those
+    made by axes that no longer shard the dim."""
     ordered: list[tuple[int, int]] = []
     for axis, factor in reversed(listed):
         before, position = 1, 0
@@ -143,8 +143,8 @@ def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
 
 
 def _stored(ranges: Sequence[_Ranges]) -> _OfRank:
-    """Combine the index ranges of all dims into boxes, and compute the shape of the storage if the boxes are stored
-    without gaps."""
+    """Combine the index ranges of all dims into boxes that are stored without gaps. Return them with the shape of the
+    storage."""
     starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
     held = []
     for pick in itertools.product(*(zip(dim, at, strict=False) for dim, at in zip(ranges, starts, strict=True))):

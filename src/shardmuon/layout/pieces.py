@@ -84,8 +84,8 @@ class Patch(NamedTuple):
         matrix: Index of the matrix in its parameter.
         sizes: Shape of the view.
         row, col: Row and column of the first element.
-        rows, cols: Distance between neighboring elements along each dim of the view, as a number of matrix rows
-            (`rows`) and of matrix columns (`cols`). One of the two numbers is 0.
+        rows, cols: Step along each dim of the view, in matrix rows (`rows`) and in matrix columns (`cols`). One of the
+            two is 0 for each dim.
     """
 
     matrix: int
@@ -121,9 +121,8 @@ class Patch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Box of elements that belong both to one matrix and to one piece of the tensor that a rank stores. The indices of
-    the box are those of the tensor. (A dim along which the blocks of a fused projection repeat is first unflattened
-    into two dims, see [Note: the fine index space] in views.py.)
+    """Part of one matrix within one stored piece of a tensor. The part is a box of indices of the tensor, in the fine
+    index space ([Note: the fine index space] in views.py).
 
     Attributes:
         matrix: Index of the matrix in the tensor's `MatrixView`.
@@ -299,8 +298,8 @@ class ParamLayout:
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
-        """Tuple with one dict per matrix, from each rank that stores part of the matrix, in ascending order, to the
-        rank's tiles in storage order. A tile is the part of the matrix in one stored piece of the tensor."""
+        """One dict per matrix, from each rank that stores part of the matrix to the rank's tiles. Ranks are in
+        ascending order, and tiles in storage order."""
         # Tiles are computed once for each distinct piece, because replicas of a piece have equal tiles.
         of_held = cache(partial(_tiles_of, view=self.view))
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
@@ -347,9 +346,8 @@ class ParamLayout:
 
     @cached_property
     def replicas(self) -> tuple[Ranks, ...]:
-        """Tuple with the ranks of each replica, ordered by replica index (`replica_of`). It is empty if the ranks do
-        not form complete replicas: some pieces have more copies than others, or a rank would belong to several
-        replicas."""
+        """The ranks of each replica, ordered by replica index (`replica_of`). The tuple is empty if some pieces have
+        more copies than others, or if a rank would belong to several replicas."""
         num = {len(ranks) for ranks in self.keepers.values()}
         # replica i consists of the i-th rank that stores each piece
         found = [tuple(sorted(set(ranks))) for ranks in zip(*self.keepers.values(), strict=False)]

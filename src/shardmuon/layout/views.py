@@ -146,7 +146,7 @@ def matrix_view(
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    # If each repeat of `split_sizes` is one block, the blocks of all repeats are adjacent and form one large block.
+    # The repeats of a single block are adjacent, so they form one large block.
     if len(blocks) == 1:
         blocks, groups = (blocks[0] * groups,), 1
     d = of_rows + split_dim

@@ -187,8 +187,8 @@ class Keeper:
             state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
-        """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. The next step
-        converts from or to 8-bit codes if needed, because this conversion requires the parameter's layout."""
+        """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. Conversion from or to
+        8-bit codes needs the parameter's layout, so it is left to the next step."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
         if key == SCALE:
             dtype = torch.float32

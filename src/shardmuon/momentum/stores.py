@@ -97,8 +97,8 @@ class Stream:
         return (found.to(torch.int32) & 0xFFFF).permute([order.index(d) for d in range(len(order))])
 
     def round(self, patch: Patch, x: Tensor) -> Tensor:  # returns bf16 values
-        """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` contains the elements in
-        fp32, in the patch's order but in any shape; the result has the shape of `x`."""
+        """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` holds the elements in fp32,
+        in the order of the patch. It can have any shape, and the result has the same shape."""
         values = x.reshape(patch.sizes)
         out = torch.empty(patch.sizes, dtype=torch.bfloat16, device=x.device)
         for cut, part in patch.slabs(_slab(x.device), len(patch.sizes)):
@@ -121,9 +121,8 @@ class Rounding(NamedTuple):
 
 
 def mix_(z: Tensor, key: Tensor | int) -> Tensor:
-    """Replace the counters `z`, in place, with SplitMix64's outputs for a key. Different counters give different
-    outputs for a key, and different keys give different outputs for a counter. Every bit of an output depends on all
-    bits of the counter and the key."""
+    """Replace the counters `z`, in place, with SplitMix64's outputs for a key. For a fixed key, the output is a
+    one-to-one function of the counter, and vice versa. Each bit of the output depends on all bits of both."""
     z.mul_(_GAMMA).add_(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
         # mask off the copies of the sign bit that the shift inserts
@@ -183,8 +182,8 @@ def step_stored_(
         if is_coded:
             made: tuple[Tensor, ...] = encode(new, num_dims, old, bits)
         else:
-            # The distance by which this step moves each element of the momentum, in units of the spacing between fp32
-            # numbers. The spacing between bf16 numbers is 2**16 such units.
+            # Number of fp32 values between the old and the new momentum. Neighboring bf16 values are 2**16 fp32 values
+            # apart.
             moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()
             made = (_round_by(new, torch.where(moved < 0x10000, bits, _NEAREST)),)
         for place, value in zip(places, made, strict=True):

@@ -39,8 +39,8 @@
     In fp32, the squares of entries near 1e-30 underflow, and the squares of entries near 1e30 overflow.
 
     On CPUs, the norm is first computed in fp32. The size of this norm shows whether a square may have underflowed or
-    overflowed. Only then is each matrix divided by the power of two next to its largest entry, and the norm is computed
-    again. If the first norm was right, this division does not change the bits of the result.
+    overflowed. Only then is each matrix divided by its largest absolute entry, rounded down to a power of two, and the
+    norm is computed again. If the first norm was right, this division does not change the bits of the result.
 
     On CUDA, squares are summed in fp64, which can represent the square of every fp32 number. The CPU therefore need not
     wait for the norm. On other devices, matrices are always divided by the power of two.
@@ -74,10 +74,10 @@
 
     - A restart from X computes X <- Q X and R <- X X^T. It takes 3 m^2 n FLOPs, if symmetric products are counted as
       half.
-    - A local restart computes R <- Q R_0 Q, where R_0 was stored in fp32. It takes 6 m^3 FLOPs in split half precision,
-      and it must also multiply the matrices Q of the steps before and after it. In total, this is about as much work as
-      a restart from X if n = 7/3 m, and less work if n is larger. A local restart does not need X, so it needs no
-      communication if the columns of X are spread over ranks. It is used only in fp16, and only for schedules with a
+    - A local restart computes R <- Q R_0 Q, where R_0 was stored in fp32. This takes 6 m^3 FLOPs, with each fp32
+      matrix split into two half-precision matrices. The matrices Q from before and after the restart must also be
+      multiplied. The total is less than for a restart from X if n > 7/3 m. A local restart does not need X, so it needs
+      no communication if the columns of X are spread over ranks. It is used only in fp16, and only for schedules with a
       single restart, because each local restart rounds the product of the matrices Q. In fp32, a local restart would be
       useless, because it would bring back the rounding errors of R_0.
 
@@ -127,14 +127,13 @@ _ALIGNMENT = 64  # alignment in bytes: every matrix in a batch starts at a multi
 
 # On CPUs, the batch size is chosen so that one Newton-Schulz step on a whole batch takes about this number of
 # multiplications. In fp32 on an AVX2 CPU, a batch of 64 matrices took 1/9 (16 x 32 matrices), 1/3 (32 x 64) or 2/3 (64
-# x 64) of the time that 64 separate matrices took. A single matrix in a padded batch took 0.7 to 1 ms, which is 2.6 to
-# 3.5 times as long as without padding. Batches of two matrices saved no time.
+# x 64) of the time of 64 separate matrices. A single matrix took about three times as long in a padded batch as alone.
+# Batches of two matrices saved no time.
 _CPU_WORK = 1 << 22
 _CPU_LEAST, _LARGEST = 4, 64
-# Total number of elements in the Gram matrices of a batch that is just large enough to keep a whole accelerator busy.
-# An accelerator is assumed to have 130 SMs, each of which computes 128 x 128 elements. A batch up to this size takes
-# hardly longer than a single matrix. The number is multiplied by 1.5, so that rounding the batch size down to a power
-# of two gives the nearest power of two.
+# 1.5 times the total number of elements in the Gram matrices of a batch that just keeps a whole accelerator busy. An
+# accelerator is assumed to have 130 SMs, each of which computes 128 x 128 elements. A batch up to this size takes
+# hardly longer than a single matrix. The factor 1.5 makes up for rounding the batch size down to a power of two.
 _ACCELERATOR_FULL = 3 << 20
 
 
@@ -180,8 +179,8 @@ _SPLIT = 2.0**11
 # Maximum number of row blocks into which a symmetric product is split. With 4 blocks, 10/16 of the product is computed;
 # with 8, it would still be 36/64.
 _MAX_BLOCKS = 4
-# Number of FLOPs that one CPU thread executes in time 2c, for each dtype. c is the overhead of each row block into
-# which a symmetric product is split (see [Note: number of blocks]).
+# FLOPs that one CPU thread executes in time 2c, for each dtype, where c is the overhead of one row block (see [Note:
+# number of blocks]).
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
 _OVERHEAD_AMX = 120e6  # value of `_OVERHEAD` for bf16 on a CPU with AMX
 
@@ -282,8 +281,8 @@ def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands:
 
 def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
     """Choose the number of row blocks into which a CPU splits a symmetric product (rows x inner) @ (inner x rows). The
-    number of blocks changes the bits of the product. So it depends only on properties that change these bits in any
-    case: the shape, the dtype, the kind of CPU and the number of threads."""
+    number of blocks changes the bits of the product, so it depends only on properties that change them anyway: the
+    shape, the dtype, the kind of CPU and the number of threads."""
     amx = dtype == torch.bfloat16 and cpu_has_amx()
     overhead = (_OVERHEAD_AMX if amx else _OVERHEAD.get(dtype, 6e6)) * torch.get_num_threads()
     return max(1, min(_MAX_BLOCKS, math.isqrt(int(2 * rows * rows * inner / overhead))))
@@ -337,7 +336,7 @@ def _normalize(
     norm = _norms(x, wide)
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = x.to(wide)
-        # If a matrix contains NaN or Inf, division by the power of two next to its largest entry makes its norm NaN.
+        # `power_of_two` maps NaN and Inf to Inf, so the norm of a matrix with such an entry becomes NaN.
         x = x / power_of_two(x.abs().amax(dim=(-2, -1), keepdim=True))
         norm = _norms(x, wide).clamp_(min=torch.finfo(wide).tiny)
     # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
@@ -582,7 +581,7 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
     # number of steps that compute A A, the square of the Gram matrix; cubic steps do not
     squares = sum(c != 0.0 for _, _, c in coefficients)
-    # FLOPs of X X^T and of the product of a square matrix and X, added together
+    # FLOPs of X X^T plus those of a square matrix times X
     twice: float = 2 * m * m * n * (1.0 + symmetric_share)
     small: float = 2 * m**3
     if method != "gram":

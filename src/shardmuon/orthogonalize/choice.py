@@ -1,6 +1,6 @@
 """Choice of the orthogonalization method and dtype for each matrix. The choice is made by the user or by a rule.
 
-All ranks over which a matrix is sharded or replicated must make the same choice, possibly without any communication.
+All ranks over which a matrix is sharded or replicated must independently make the same choice.
 The rule therefore depends only on the matrix's shape, the Newton-Schulz coefficients, the dtype and the type of device,
 never on measured times.
 """
@@ -16,9 +16,8 @@ from shardmuon.orthogonalize.schedules import Triples
 
 # Assumed speed of bf16 matrix products relative to fp32 on CPUs with bf16 instructions. The true ratio is 2.3 with
 # AVX512-BF16 (measured) and several times higher with AMX (not measured). A fixed value between the two makes ranks on
-# different CPU models choose the same method. With this value, "gram" is never chosen for five Newton-Schulz steps of
-# degree 5, where it takes more than 1/5 of the work of "standard". On CPUs with AVX512-BF16, "gram" would be faster for
-# matrices whose long side is more than 10 times the short side.
+# different CPU models choose the same method. With this value, "gram" is never chosen for five quintic Newton-Schulz
+# steps, although it would be faster with AVX512-BF16 if the long side is more than 10 times the short side.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # "gram" is chosen if it takes less than this fraction of the time of "standard"
 

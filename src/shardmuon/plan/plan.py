@@ -128,9 +128,8 @@ class Bucket(NamedTuple):
         kind: Type of the device on which the parameters are, such as "cuda".
         itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the matrices in `Plan.items`.
-        gathers: True if parts of matrices, or state, must be sent to or from a rank that orthogonalizes a matrix.
-            False, for example, if all matrices are replicated but not sharded. Such a bucket needs only a relay, the
-            exchange that sends results from one replica to the others.
+        gathers: True if the bucket has a gather and a scatter. Otherwise, an exchanged bucket has only a relay, which
+            sends results from one replica to the others.
     """
 
     ranks: Ranks

@@ -33,9 +33,9 @@ from shardmuon.plan.plan import Bucket, Item, Plan, Policy, Spec
 from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
-# By default, replicas divide the matrices among themselves. Let t be the estimated time of a step in which each replica
-# orthogonalizes all matrices itself. Such a step is chosen only if a step with divided work is estimated to take at
-# least `_NO_GAIN` percent of t, and at least t plus `_LATENCIES` times the latency of an exchange between nodes.
+# By default, replicas divide the matrices among themselves. Each replica orthogonalizes all matrices itself only if a
+# step with divided work would take at least `_NO_GAIN` percent as long, and at least `_LATENCIES` inter-node latencies
+# longer.
 _NO_GAIN = 102
 _LATENCIES = 3
 # Values that `_cuts` tries for the minimum number of waves. A wave contains a fraction of the matrices that each rank
@@ -54,7 +54,7 @@ class _Way(NamedTuple):
     """A choice of owners and buckets for the matrices that are sharded or replicated over one set of ranks.
 
     Attributes:
-        items: The matrices and their owners, the ranks that orthogonalize them.
+        items: An `Item` for each matrix, with the matrix's owners (the ranks that orthogonalize it).
         moving: Dict from a `Bucket` without items to a list of buckets (sets of matrices that are exchanged together),
             each given as a list of matrices. The key describes the common properties of these buckets, such as their
             ranks and the type of device.
@@ -135,8 +135,7 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
     are still tied, owners alternate between nodes.
 
     At the end, if a rank has more work than the mean, matrices that only this rank stores are moved to the rank with
-    the least work on the same node, if this can save time. Moving them helps if all ranks store experts, but only a few
-    ranks also orthogonalize matrices of other layers.
+    the least work on the same node, if this can save time.
     """
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % machine.per_node, rank)))
     place, node = {rank: at for at, rank in enumerate(ranks)}, np.array(ranks) // machine.per_node
@@ -175,8 +174,8 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], machine: Machine) -> dict[_Key, Item]:
     """Choose owners so that each replica orthogonalizes all matrices itself. Return a dict from each matrix's key to an
-    `Item` with one owner per replica. If parameters divide the ranks into replicas in different ways, the dict covers
-    only the division with the most work."""
+    `Item` with one owner per replica. If parameters divide the ranks into replicas in different ways, only the matrices
+    of the division with the most work are in the dict."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost
@@ -292,10 +291,9 @@ def _by_price(
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
-    """Yield several divisions of exchanged matrices into buckets, from which the caller chooses the best. The matrices
-    are first divided into waves, and several numbers of waves are tried. Each wave contains a fraction of the matrices
-    that each rank orthogonalizes. It becomes a single bucket, or several buckets that contain the matrices of different
-    ranks."""
+    """Yield divisions of exchanged matrices into buckets, from which the caller chooses the best. The matrices are
+    first divided into waves, each with some matrices of every owner (a rank that orthogonalizes matrices). A wave
+    becomes a single bucket, or is divided into buckets by owner."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -327,15 +325,14 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]) -> list[_Share]:
-    """Split waves into buckets. A wave contains a fraction of the matrices that each rank orthogonalizes. Each bucket
-    of a wave contains the matrices of some of the ranks. The last wave is split into `tail` buckets, and every other
-    wave into half as many. The ranks of each replica are spread evenly over the buckets of a wave, to balance the
-    exchanges that send results to other replicas."""
+    """Split waves into buckets. A wave contains some matrices of every owner (a rank that orthogonalizes matrices), and
+    each of its buckets contains those of some owners. The last wave is split into `tail` buckets, and the earlier waves
+    into half as many. The owners in each replica are spread evenly over the buckets of a wave, to balance the exchanges
+    that send results to other replicas."""
     found: list[_Share] = []
     for wave in waves:
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        # For each replica, the number of ranks whose matrices have already been added to `shares`, the buckets of this
-        # wave.
+        # For each replica, the number of owners whose matrices are already in `shares`.
         dealt = Counter[int]()
         for line in sorted(_lines(wave), key=lambda line: (-sum(item.cost for item in line), line[0].owners)):
             replica = prices[line[0].key].replica
@@ -500,8 +497,8 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    # Estimate the time, in nanoseconds, of a phase that processes `elements` elements. It is the time of the memory
-    # traffic (`each` bytes per element) plus the CPU time for the matrices.
+    # Estimate the time, in nanoseconds, of a phase that processes `elements` elements: the time of the memory traffic
+    # (`each` bytes per element), plus the phase's share of the CPU overhead per matrix.
     def passed(each: int, elements: int) -> int:
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 

@@ -15,9 +15,8 @@ matrices, and wires. A wire is the send or receive buffer of an exchange. All fu
     an owner, there is no relay.
 
     State tensors with values per matrix are sent in the same exchanges. In a rank's section of the wire, state values
-    follow the tiles. A rank that stores part of a matrix receives the matrix's state values together with the first of
-    its tiles, either from the owner or in the relay. A rank that stores no part of the matrix receives the state values
-    from the owner.
+    follow the tiles. A rank receives a matrix's state values together with its first tile of the matrix, either from
+    the owner or in the relay. A rank without a tile of the matrix receives the state values from the owner.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Load(NamedTuple):
         param: Index of the parameter.
         tile: Location of the tile's elements in this rank's storage.
         place: Place in the buffer. The default means that the tile has no place yet. State values are sent as fp32, so
-            in a buffer with a 16-bit dtype, for example, each value takes up two elements.
+            each takes up two elements of a 16-bit buffer.
         number: Index of the state tensor in the parameter's `Spec.kept`; -1 if the tile is part of the parameter.
     """
 
@@ -220,8 +219,8 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, Load]]:
     """Yield (phase, sender, receiver, part) for each part of an orthogonalized matrix that `rank` sends or receives. A
-    part is a `Load` without a place. If a rank orthogonalizes the matrix and also stores the part, this rank is both
-    sender and receiver. Parts that only other ranks exchange may also be yielded; the caller must skip them."""
+    part is a `Load` without a place. A rank that orthogonalizes the matrix is both sender and receiver of the parts
+    that it stores. Tuples in which `rank` is neither may also be yielded; the caller must skip them."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
@@ -238,8 +237,8 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     for number, kept in enumerate(spec.kept):
         keepers = kept.layout.tiles[item.matrix]
         for keeper in keepers if kept.travels and rank in keepers else ():
-            # A rank receives a matrix's state from the rank that sends it the first tile (part of the matrix), or from
-            # the owner (the rank that orthogonalizes the matrix) if the rank stores no tile.
+            # A rank receives a matrix's state from the sender of its first tile (part of the matrix). A rank without a
+            # tile receives the state from the owner (the rank that orthogonalizes the matrix).
             owner, stored = item.owner_for(layout, keeper), tiles.get(keeper, ())
             sources = [layout.source(tile.held.piece, owner) for tile in stored]
             mate = owner if keeper in sources else next(iter(sources), owner)

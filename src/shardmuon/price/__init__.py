@@ -1,3 +1,2 @@
-"""Estimates of the time (price) of an optimizer step, made from the speed of a machine without allocating tensors or
-starting ranks. The planner uses them to choose a plan. They are computed with integers, so all ranks choose the same
-plan."""
+"""Time estimates for optimizer steps, which the planner uses to choose a plan. They are computed from the speed of a
+machine, without allocating tensors or starting ranks. The arithmetic is exact, so all ranks choose the same plan."""

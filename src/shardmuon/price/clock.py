@@ -40,9 +40,9 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
     exchange, it waits only for exchanges with smaller numbers. So of all exchanges that any rank waits for, the one
     with the smallest number has been posted by all of its ranks and can complete.
 
-    There is one exception. If buckets b and b + 1 have the same ranks, the relay of b is posted after the wait for the
-    gather of b + 1. The exception is safe, because these ranks take part in both buckets and in no bucket between them.
-    If buckets b and b + 1 have different ranks, the relay of b is posted before the wait for the gather of b + 1.
+    There is one exception. If a rank's next bucket c has the same ranks as b, the relay of b is posted after the wait
+    for the gather of c. The exception is safe, because none of these ranks has a bucket between b and c. If c has other
+    ranks, the relay of b is posted before that wait.
 
     Args:
         relays: One flag for each bucket of this rank, in the plan's order. True if the bucket has a relay.
@@ -69,8 +69,8 @@ class BucketTimes(NamedTuple):
         pack, orthogonalize, apply: Computation times of this rank in these phases.
         gather, scatter, relay: Durations of these exchanges on the slowest rank. None if the bucket has no such
             exchange.
-        fill: Computation time of this rank during the gather.
-        finish: Computation time of this rank after the relay.
+        fill: Time of this rank's computation during the gather, on elements that it does not send.
+        finish: Time that this rank takes to apply the relayed results.
     """
 
     key: Hashable | None

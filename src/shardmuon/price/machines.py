@@ -66,9 +66,9 @@ class Machine(NamedTuple):
 # to its own limit and above the previous limit. The last fraction also applies to all larger matrices.
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 
-# Dict from the name of a machine to all attributes of `Machine` after `shares`. The numbers are derived from the
-# hardware files of `shardmuon.foresight`. Where a file gives a range, its middle value is used (`Hardware.middle`). A
-# test checks that the numbers match the files.
+# Dict from the name of a machine to the remaining attributes of `Machine`, from `half` to `launch`. The numbers are
+# derived from the hardware files of `shardmuon.foresight` (middle values, if a file gives ranges). A test checks that
+# the numbers match the files.
 _RATES = {
     "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),

@@ -85,8 +85,7 @@ class ParamGroups(list[dict[str, Any]]):
 
     Attributes:
         rows: One `RoutingRow` for each parameter, frozen parameters included, in model order.
-        matched: Ratio of AdamW's lr to Muon's lr if `param_groups` chose the ratio because `adamw_lr` was not given.
-            Otherwise None.
+        matched: Ratio of AdamW's lr to Muon's lr that `param_groups` chose; None if `adamw_lr` was given.
     """
 
     def __init__(
@@ -521,9 +520,8 @@ def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
 
 
 def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
-    """Call the methods named in `hooks` on every module that has them. Return a dict from the id of each parameter that
-    a method returned, directly or in a module, to the name of the method. If a method returned None, the dict also
-    contains the key `id(None)`."""
+    """Call the methods named in `hooks` on every module that has them. Return a dict from parameter id to the name of
+    the method that returned the parameter or a module with this parameter. A result of None has the key `id(None)`."""
     found: dict[int, str] = {}
     for module in model.modules():
         for hook in hooks:
@@ -606,8 +604,8 @@ def _find_experts(weights: Sequence[_RoutedParam]) -> None:
     of a module that contains the experts. The experts are either a stack of shape (E, M, N) or a list of E modules. The
     modules must contain only linear layers, which excludes lists of transformer blocks, because these also have norms.
 
-    All stacks of a module are confirmed together. The first stack that has the router's input width as the size of a
-    matrix dim decides: the stacks are confirmed if this is the last dim, which indexes inputs.
+    All stacks of a module are confirmed together, based on the first stack with a matrix dim as large as the router's
+    input width. They are confirmed only if this is the last dim, which indexes inputs.
     """
     stacks = [w for w in weights if w.role.use_muon and w.role.view.get("view") == "stack"]
     for w in weights:
@@ -650,8 +648,8 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 
 _UNKNOWN = ", which no rule recognizes. It went to Muon as"
 _TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'
-# Texts of the warnings about parameters that were recognized only by their shape. Each entry states what the parameter
-# may be and which optimizer updates it, the override that confirms this choice, and the overrides for the alternatives.
+# Texts for warnings about parameters that were recognized only by their shape. Each entry has a description of the
+# parameter, the choice that confirms its optimizer, and the alternatives.
 _DOUBTS = {
     "broadcast": (
         " with a leading dim of 1: a table for all of a batch (positions), or a stack of one expert. It went to AdamW "
@@ -717,5 +715,5 @@ def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool
 
 
 def _override(names: Iterable[str], choice: str) -> str:
-    """Format the source code of an `overrides` argument that makes the same choice for all given parameters."""
+    """Format the source code of an `overrides` argument that maps each parameter name to `choice`."""
     return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"

@@ -227,9 +227,8 @@ def _convolution(place: Place, shape: Ints) -> Role:
     """Determine the role of a convolution's weight, which usually has one (out, in*k...) matrix per group of channels.
 
     The weight of a transposed convolution has the shape (in, out/groups, k...). Flattened, it is the transpose of the
-    matrix that maps the features at one position to the output patch. Orthogonalizing a transpose gives the transposed
-    result, so only learning-rate scales that distinguish rows from columns are affected. To get the scales of the
-    untransposed matrix, set `transposed=True`.
+    matrix that maps the features at one position to the output patch. This matters only for learning-rate scales that
+    distinguish rows from columns. To get the scales of the untransposed matrix, set `transposed=True`.
     """
     module: Any = place.module
     groups: int = module.groups
@@ -248,8 +247,8 @@ def _convolution(place: Place, shape: Ints) -> Role:
 
 
 def _by_shape(place: Place, shape: Ints) -> Role:
-    """Determine the role of a parameter from its shape. The parameter has two or more dims and is in a linear layer or
-    in a module of unknown type."""
+    """Determine the role of a parameter from its shape. The parameter must have two or more dims, and be in a linear
+    layer or in a module of unknown type."""
     module, stack, hint = place.module, {"view": "stack"}, _fused_hint(place, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
@@ -278,12 +277,11 @@ def _by_shape(place: Place, shape: Ints) -> Role:
 
 
 def _fused_hint(place: Place, shape: Ints) -> str:
-    """Make a remark for the routing table if a weight's name suggests fused parts. The remark contains the override
-    that splits the weight into these parts. Return "" if the name does not suggest fused parts.
+    """Return a remark for the routing table if a weight's name suggests fused parts, and "" otherwise. The remark
+    contains the override that splits the weight into these parts.
 
-    A name does not show the order of the rows. For example, a weight can store all of q, then all of k, then all of v,
-    or it can store q, k and v of each attention head together. If an override assumes the wrong order, each part mixes
-    rows of q, k and v. Therefore the remark states the order that it assumes.
+    The remark states the order of rows that the override assumes, because the name does not show it: a weight can store
+    all of q, then all of k, then all of v, or q, k and v of each attention head together.
 
     Args:
         place: Place of the weight in the model.

@@ -56,8 +56,7 @@ def step_adamw(
     state: MutableMapping[Tensor, dict[str, Any]],  # optimizer state of each parameter; missing state is created
     # Function that returns the engines (storage adapters) of all Muon parameters with gradients.
     engines: Callable[[], set[Engine]],
-    # Dict from the index of an AdamW group to the rows of its parameters. A row consists of a parameter's local
-    # tensors, or is None if they are not known yet.
+    # Dict from the index of an AdamW group to one row per parameter. None stands for a row that must still be built.
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),
 ) -> None:
     """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a

@@ -80,16 +80,15 @@ class Binding(Agreed):
         alike_members: Dict from (index of a group, engine, dtype, device) to the indices of the parameters that have
             these four properties.
         on_weights: Indices of parameters whose Muon variant (such as Hyperball) rescales the updated weights.
-        alike: Dict from a set of ranks to the indices of the parameters that these ranks must update in the same way.
-            For most parameters, the set contains all ranks over which the parameter is sharded or replicated. For a
-            parameter in `lacking`, the set contains only the ranks that store elements of the parameter.
+        lacking: Indices of the parameters whose gradient can be missing on a rank that stores none of their elements,
+            keyed by the set of ranks over which the parameters are sharded or replicated.
         elsewhere: Indices of the parameters in `lacking` that have no elements on this rank.
-        lacking: Dict from each set of ranks to the indices of parameters that are sharded or replicated over these
-            ranks. The dict contains only parameters whose gradient can be missing on a rank because the rank stores
-            none of their elements.
-        bits: Dict from the index of each parameter in `lacking` to the position of the parameter's bit in the vote
-            before a step. The bit shows whether any rank has the parameter's gradient.
-        num_bits: Number of these bits in the vote: one for each parameter that is in `lacking` on any voting rank.
+        alike: Dict from a set of ranks to the indices of the parameters whose `Proposal.said` must be equal on these
+            ranks: all ranks over which the parameter is sharded or replicated or, for a parameter in `lacking`, those
+            that store elements of it.
+        bits: Dict from the index of each parameter in `lacking` to the position of its bit in the vote before a step.
+            The bit shows whether any rank has the parameter's gradient.
+        num_bits: Number of these bits: one for each parameter that is in `lacking` on any voting rank.
         buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
             step without these parameters.
         weight_sets: Function that takes indices of parameters and returns the `WeightSet`s that compute the norms of
@@ -117,7 +116,7 @@ class Binding(Agreed):
         shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
         stages = [of_member.stages for of_member in settings]
         self.on_weights = frozenset(n for n, of in enumerate(stages) if any(isinstance(one, WeightStage) for one in of))
-        # For each parameter, the ranks that must update it in the same way.
+        # For each parameter, its ranks except those that can lack its gradient because their shard is empty.
         alike_on = [
             tuple(rank for rank, pieces in layout.pieces.items() if pieces or not claim.empty_lacks_gradient)
             for claim, layout in zip(table.claims, table.layouts, strict=True)
@@ -196,8 +195,8 @@ class Offer:
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
                         self._add_refs(map(GroupRef.of, engine_for(p, group).groups(p, group)))
         where = self.ns_device or (self.listed[0].param.device if self.listed else torch.device("cpu"))
-        # The stamp, a text that describes this machine, contains torch's global precision flags only if matrices are
-        # orthogonalized by the method "torch", because no other method's results depend on the flags.
+        # The stamp contains torch's global precision flags only for the method "torch", because no other method's
+        # results depend on them.
         self.stamp = machine_stamp(where, flags=config.method == "torch")
 
     def _products(self, param: Tensor) -> torch.dtype:
@@ -212,9 +211,8 @@ class Offer:
                 self.refs[ref.ranks] = min(self.refs.get(ref.ranks, ref), ref, key=lambda one: one.group_name)
 
     def bind(self, rank: int, table: Table) -> Binding:
-        """Make a plan for the parameters in `table`, and return the plan with this rank's parameters as a `Binding`.
-        The table lists the part of each parameter that each rank stores; all ranks built it together from their
-        `listed` parameters."""
+        """Make a plan for the parameters in `table`, the layout table that all ranks have built together. Return the
+        plan with this rank's parameters, as a `Binding`."""
         of_group = {id(group): number for number, group in enumerate(self._groups)}
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):

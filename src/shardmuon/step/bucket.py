@@ -235,8 +235,7 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    # 1-D receive buffer of the scatter (the exchange that returns results). It contains the results that the relay
-    # forwards. None if this function makes the send buffer of the scatter.
+    # for the relay: 1-D receive buffer of the scatter, with the results to forward; for the scatter: None
     came: Tensor | None = None,
 ) -> Tensor:
     """Make this rank's 1-D send buffer for the scatter or the relay. The scatter returns results to the ranks that

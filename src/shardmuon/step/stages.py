@@ -92,9 +92,8 @@ class WeightSet:
         process the sets that they have in common in the same order.
 
         Args:
-            stages: Dict from parameter index to the stages of the parameter's Muon variant. Before the update, it
-                contains the parameters whose weight norms are unknown. After the update, it contains the parameters
-                that have gradients. All ranks that share a parameter must agree on whether the dict contains it.
+            stages: The parameters to process, as a dict from parameter index to the stages of the Muon variant. Ranks
+                that share a parameter must agree on whether it is included.
             shapes: Shape of the rank's local storage for each parameter of the plan.
         """
         found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
@@ -198,12 +197,11 @@ class ZeroWatch(Coming[Sequence[str]]):
 
 
 def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch | None = None) -> None:
-    """Run the stages of Muon variants (such as Hyperball's) that multiply each weight matrix by a factor. Collective
-    among the ranks of each set.
+    """Run the stages of Muon variants (such as Hyperball's) that multiply each weight matrix by a factor. Call this
+    function after the weight update. Collective over the ranks of each `WeightSet`.
 
-    Without `watch`, call the function after the weight update. With `watch`, call the function before the weight
-    update: it then changes no weights, but stores weight norms that are still unknown, and queues a check for all-zero
-    matrices in `watch`.
+    With `watch`, call it before the weight update. It then changes no weights, but stores weight norms that are still
+    unknown, and queues a check for all-zero matrices in `watch`.
 
     Raises:
         ExchangeError: A rank of a set died, hung or failed. The message names the ranks and the parameters of the set.

@@ -66,9 +66,8 @@ class Work:
 # cache. On other devices, the limit is large enough for efficient kernel launches. A tile (part of a matrix) with more
 # elements is processed alone.
 _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
-# Smallest number of equally spaced tiles for which the Nesterov update on a CPU is a single operation. This operation
-# needs a copy of the momentum. If there are fewer tiles, or so large ones that fewer fit into a portion, the copy takes
-# more time than the single operation saves.
+# Smallest number of equally spaced tiles in a portion for which the Nesterov update on a CPU is a single operation.
+# This operation needs a copy of the momentum. For fewer tiles, the copy takes more time than the operation saves.
 _MANY = 32
 
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles (parts of matrices) that have equal
@@ -165,9 +164,13 @@ class Side:
 
     def portions(self, work: Work) -> list[tuple[list[int], _Pick, _Row | None]]:
         """Split the tiles (parts of matrices) into portions, each of which one list operation (torch._foreach_*) can
-        process. Return a triple for each portion: the indices of its tiles, a function that selects their entries from
-        a list with one entry per tile, and the (sizes, strides, start) of a view of the buffer that contains exactly
-        these tiles (None if there is no such view, or if the portion has few tiles)."""
+        process.
+
+        Returns:
+            A triple for each portion: the indices of its tiles, a function that selects their entries from a list with
+            one entry per tile, and the (sizes, strides, start) of a view of the buffer that contains exactly these
+            tiles. The last is None if there are fewer than `_MANY` tiles or no such view exists.
+        """
         weight = work.weights[self.params[0]]
         assert weight is not None, "parameters without a gradient are in no program"
         limit = _PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
@@ -331,9 +334,9 @@ def momentum_(
     input of the orthogonalization to `out`: G + momentum (B - G) with Nesterov momentum, otherwise B. torch.optim.Muon
     uses the same formulas.
 
-    On a CPU, Nesterov momentum needs no other temporary tensors if `out` has the dtype of the momentum. On
-    accelerators, it uses dense temporary tensors, because the views in `out` can have gaps, and one kernel launch can
-    process a list only if all of its tensors are dense.
+    On a CPU, Nesterov momentum needs no temporary tensors if `out` has the dtype of the momentum and `whole` is None.
+    On accelerators, it uses dense temporary tensors, because the views in `out` can have gaps, and one kernel launch
+    can process a list only if all of its tensors are dense.
     """
     places, last = buffers if out is None else out, buffers[0]
     in_place = out is not None and nesterov and places[0].dtype == last.dtype

@@ -52,9 +52,8 @@ class Proposal(Work):
             indices, and each value is the complete state of one parameter.
         fresh: Dict from parameter index to the keys of missing state tensors and of weight norms that no step has
             checked (see `_unsettled`).
-        adamw: Dict from the index of each AdamW group to one `Row` of local tensors per parameter. The entry is None
-            instead of a `Row` if the parameter's gradient or state is missing or does not match the parameter's layout
-            and dtype.
+        adamw: Dict from the index of each AdamW group to one `Row` of local tensors per parameter. The entry of a
+            parameter that fails a quick check is None, for example if its state is missing (see `_adamw_rows`).
         presence: Bit mask with one bit for each parameter whose gradient can be missing on some ranks (see
             `Binding.bits`). A bit is 1 if this rank has the gradient.
     """
@@ -67,9 +66,8 @@ class Proposal(Work):
     presence: int = 0
 
     def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
-        """Compute digests of the values that must be equal in this step on all ranks that share parameters: one digest
-        for each set of ranks. `due` describes the audit of this step (its comparison with an unsharded reference); ""
-        if the step is not audited."""
+        """Return a dict from each set of ranks to a digest of the step's values that must be equal on these ranks.
+        `due` describes the audit of this step; it is "" if the step is not audited."""
         found = {}
         for ranks, numbers in binding.alike.items():
             if len(ranks) > 1:
@@ -79,8 +77,8 @@ class Proposal(Work):
         return found
 
     def lines(self, binding: Binding, ranks: Ranks, due: str) -> list[_Line]:
-        """Return the values that `digests` hashes for a set of ranks, as text for error messages: one tuple of strings
-        for the plan, then one per parameter."""
+        """List the values that `digests` hashes for a set of ranks, as text for error messages: a `_Line` for the plan,
+        then one for each parameter."""
         said = ((binding.members[number].name, *self.said[number]) for number in binding.alike[ranks])
         plan = "", (binding.plan.digests.get(ranks, b"") + binding.token).hex(), ""
         return [plan, *((name, word, text + due) for name, word, text in said)]
@@ -248,12 +246,10 @@ def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tenso
 
 def _unsettled(stages: Stages, state: Mapping[str, Any], settled: Mapping[Tensor, bool]) -> tuple[str, ...]:
     """Return the keys of state tensors that are missing, and of weight norms that no step has checked since they were
-    created or loaded. Such a norm can be 0, which means unknown, because checkpointing can create state before the
-    first step.
+    created or loaded. Such a norm is 0 (unknown) if checkpointing created the state before the first step.
 
-    Ranks must agree on these keys for two reasons. First, the computation of an unknown norm is a collective. Second,
-    if state is missing on only one rank, that rank would restart from zeros while the other ranks continue with their
-    state.
+    Ranks must agree on these keys for two reasons. First, computing an unknown norm is a collective. Second, a rank
+    that lacks state would restart from zeros while the other ranks continue with theirs.
     """
     on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
     keys = [stage.key for stage in keeping(stages)]
@@ -299,8 +295,8 @@ _LOAD = "Load the optimizer's state again"
 
 
 def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[str, Any]]) -> list[Row | None]:
-    """Collect the local tensors of each parameter of an AdamW group in a `Row`. The result contains None for a
-    parameter whose gradient or state is missing, or does not have the layout and dtype of the parameter.
+    """Check an AdamW group, and return one `Row` of local tensors per parameter. The entry of a parameter that fails a
+    quick check is None, for example if its state is missing.
 
     Raises:
         ValueError: A gradient or state is unusable. The message contains the parameter's name.

@@ -62,8 +62,8 @@ def quiet() -> Iterator[None]:
 
 
 class Run:
-    """Base class for test runs in which Muon updates a model with given gradients. Under FSDP1 and DeepSpeed, a run
-    returns whole weights and momentum, which are equal on all ranks.
+    """Base class for test runs in which Muon updates a model with given gradients. Runs under FSDP1 and DeepSpeed
+    gather whole weights and momentum on every rank.
 
     `gradients` rounds gradients to multiples of 1/8, so that frameworks average them over the ranks without rounding
     errors.
@@ -78,8 +78,7 @@ class Run:
     steps: torch.dtype | None = None
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parts of the reference model's tensors that are compared with this run. Default: the whole
-        tensors."""
+        """Cut the reference model's tensors to the parts that this run returns. Default: the whole tensors."""
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -131,9 +130,8 @@ class Fsdp1Run(Run):
 
         Args:
             model: The model. By default, each of its `_Inner` submodules becomes a separate FSDP1 unit.
-            strategy: Name of a `ShardingStrategy`. By default, a hybrid strategy makes two replicas of the model if the
-                number of ranks is even and greater than two, and one replica otherwise. To change this, pass
-                `process_group`.
+            strategy: Name of a `ShardingStrategy`. A hybrid strategy makes two replicas of the model if the number of
+                ranks is even and greater than two, and one replica otherwise. `process_group` overrides this.
             options: Keyword arguments of `FullyShardedDataParallel`, which override the defaults of this function.
         """
         world = dist.get_world_size()

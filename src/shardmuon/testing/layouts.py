@@ -72,10 +72,9 @@ class _LayoutCase:
         builder: Function that takes full tensors and a mesh shape and returns this rank's shards. All ranks of the
             default group must call it. For tensors of the same shapes, it must always return the same placements.
         groups: Function that takes a mesh shape and returns the process groups to pass to Muon as options.
-        exchanges: Number of all-to-all exchanges in a step. In most layouts, two exchanges are needed: the first sends
-            shards to the ranks that orthogonalize the matrices, and the second sends the results back. If shards have
-            replicas, a third exchange forwards the results to the replicas. If no matrix is split between ranks, a
-            single exchange distributes the results.
+        exchanges: Number of all-to-all exchanges in a step. Usually two: the first sends shards to the ranks that
+            orthogonalize the matrices, and the second sends the results back. Three if the results are then forwarded
+            to replicas. One if no matrix is split between ranks.
         plain_shards: True if parameters are plain tensors that are shards of larger tensors, and shardmuon's
             checkpoints save the whole tensors. False for 1-D shards of flat buffers, which only the framework can save.
     """
@@ -88,7 +87,7 @@ class _LayoutCase:
     plain_shards: bool = False
 
     def options(self, world: int) -> dict[str, Any]:
-        """Return the options of Muon that this layout needs on `world` ranks."""
+        """Return the Muon options that this layout needs on `world` ranks."""
         return self.groups(self.mesh(world))
 
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
@@ -410,7 +409,7 @@ class ParamCase:
     Attributes:
         shape: Shape of the full tensor.
         why: Description of the special case that the parameter tests.
-        options: Options of Muon that describe the matrices in the parameter.
+        options: Muon options that describe the matrices in the parameter.
     """
 
     shape: Ints

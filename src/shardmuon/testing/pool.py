@@ -370,7 +370,7 @@ def _share_gloo_device() -> None:
     make, device = gloo.__init__, gloo.create_default_device()
 
     def make_with_device(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        # If the caller has chosen a device, `timeout` is an options object of gloo instead of a timedelta.
+        # A caller that has chosen a device passes gloo options in place of the timeout.
         if isinstance(timeout, timedelta):
             options = gloo._Options()
             options._devices, options._timeout, timeout = [device], timeout, options

@@ -39,9 +39,8 @@ def search(
 
     Yields:
         A pair for each combination of shape, orthogonalization method and dtype: a description of the combination, and
-        a list with one bool per comparison. A bool is True if the results are bitwise identical. The method "standard"
-        is combined with all `dtypes`. The method "gram" is combined only with the dtype of its products on this device,
-        and only if `dtypes` contains that dtype.
+        a list with one bool per comparison, which is True if the results are bitwise identical. The method "standard"
+        is combined with all `dtypes`, and "gram" only with its default dtype on this device, if `dtypes` contains it.
     """
     generator, of_gram = torch.Generator().manual_seed(0), products_dtype("gram", None, device)
     ways = [("standard", dtype) for dtype in dtypes]
@@ -76,7 +75,7 @@ def _comparisons(
             batch[slot] = matrix
             batch = batch.to(device)
             # Also orthogonalize the matrix in a smaller batch, which `orthogonalize` pads with zeros. In odd-numbered
-            # draws, the smaller batch also contains the matrix at the next position (slot), if there is one.
+            # draws, this batch also contains the next matrix of `batch`, if there is one.
             given = batch[slot : slot + 1 + draw % 2]
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]

@@ -80,12 +80,11 @@ class Ties(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """One rank's local storage of a tensor.
+    """Description of one rank's local storage of a tensor.
 
     Attributes:
         shape: Shape of the storage.
-        held: Pieces of the tensor in the storage; None if `Engine.stored` computes the pieces from the claims
-            (descriptions of the tensor) of all ranks.
+        held: Pieces of the tensor in the storage; None if `Engine.stored` determines them.
     """
 
     shape: Ints
@@ -126,11 +125,11 @@ class Engine:
     ranks are assumed to be replicas, and the ranks share the work. The replicas are compared when a plan is made.
 
     Attributes:
-        believes_placements: True if the tensors have placements on a mesh, which the storage must match. In this case,
-            `Claim.form` consists of the shape and an `OnMesh`, and the state tensor that `kept_zeros` makes for a stack
-            of matrices is placed like the stack.
-        plain_shards: True if the tensors are plain tensors that contain shards of larger tensors. To save a checkpoint,
-            each shard's position in the larger tensor must then be computed.
+        believes_placements: True if the local storage must match the tensor's placements on a mesh. `Claim.form` then
+            consists of the shape and an `OnMesh`, and `kept_zeros` shards the state tensor of a stack of matrices along
+            dim 0 like the stack.
+        plain_shards: True if the tensors are plain tensors that contain shards of larger tensors. A checkpoint must
+            then compute the positions of the shards.
     """
 
     believes_placements = False
@@ -143,18 +142,15 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- placement
 
     def ties(self, param: Tensor, group: Group) -> Ties:
-        """Return the ranks that share the tensor. This method reads only the attributes that identify these ranks. If
-        any other attribute is invalid, the error can then still be sent to these ranks.
+        """Return the ranks that share the tensor. This method must read only the attributes that identify these ranks,
+        so that an error in any other attribute can still be sent to them.
 
-        What subclasses return depends on how the tensor is stored:
+        Subclasses return:
 
-        - Each rank stores one part of the tensor: `Ties(<ranks in order of parts>, (my_rank(),))`. If the parts also
-          have replicas in a `process_group`, the second field is `super().ties(param, group).mates`.
-        - The tensor is placed on a mesh, or is cut at arbitrary elements and each rank's claim states the position of
-          its part: `Ties((my_rank(),), <ranks of the mesh or group, ascending>)`.
+        - `Ties(<ranks in order of parts>, super().ties(param, group).mates)` if each rank stores one part;
+        - `Ties((my_rank(),), <ranks, ascending>)` if the tensor is placed on a mesh or cut at arbitrary elements.
 
-        If ranks return different groups for the same tensor, some of them can wait until the timeout, because no single
-        rank can detect the difference.
+        If ranks return different groups for the same tensor, some of them can wait until the timeout.
         """
         return Ties((my_rank(),), _mates_of(group))
 
@@ -174,20 +170,18 @@ class Engine:
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         """Compute the tensor's global shape and the pieces that each rank stores, from the claims of all ranks that
-        share the tensor. (A claim is one rank's description of the tensor.) This is a pure function: equal claims give
-        equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
+        share the tensor. Equal claims must give equal results. The caller checks for gaps, overlaps and out-of-bounds
+        pieces.
 
-        The base class returns the pieces that the claims list. If a claim lists no pieces (`held` is None), the rank
-        stores the whole tensor.
+        The base class returns the pieces in `Extent.held`, or the whole tensor if `held` is None.
 
-        If the storage has the same dims as the tensor, a piece is `Held(Box(offset, sizes), local)`, which starts at
-        index `offset` of the tensor and at index `local` of the storage. The storage can have any strides. If the
-        storage is 1-D, a piece is a range of elements, `Held(FlatRange(start, stop), (local,))`. A rank that stores
-        nothing has an empty tuple of pieces.
+        If the storage has the same dims as the tensor, each piece is a `Held(Box(offset, sizes), local)` that starts at
+        index `offset` of the tensor and at index `local` of the storage. If the storage is 1-D, each piece is a
+        `Held(FlatRange(start, stop), (local,))`. A rank that stores nothing has an empty tuple of pieces.
 
         Args:
-            form: The claims' field `form`, which is equal on all ranks.
-            extents: Dict from each rank of the grid to the field `extent` of the rank's claim.
+            form: `Claim.form`, which is equal on all ranks.
+            extents: Dict from each rank of the grid to its `Claim.extent`.
             grid: Ranks that share the tensor, with one row per replica and one column per part.
 
         Raises:

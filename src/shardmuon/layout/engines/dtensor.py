@@ -144,9 +144,8 @@ class DTensorEngine(Engine):
         return super().kept_storage(value._local_tensor, param, expected, stacked=stacked)
 
     def _of_kept(self, param: Any, shape: Ints, stacked: bool) -> tuple[Ints, tuple[Placement, ...]]:
-        """Compute the local shape and the placements of a state tensor that contains values for each matrix of a
-        parameter. Mesh axes that shard dim 0 of a stack also shard the state tensor; other axes replicate the state
-        tensor."""
+        """Compute the local shape and the placements of a state tensor of a Muon variant. Mesh axes that shard dim 0 of
+        a stack of matrices also shard the state tensor. Other axes replicate it."""
         from torch.distributed.tensor import Replicate
 
         cuts = [stacked and self.believes_placements and getattr(p, "dim", None) == 0 for p in param.placements]

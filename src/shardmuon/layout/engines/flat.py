@@ -68,8 +68,8 @@ class FlatShard:
             )
 
     def held(self, numel: int, part: int = 0) -> tuple[Held, ...]:
-        """Compute the pieces that make up a shard of `numel` elements, in storage order. `part` is this rank's index in
-        `tp_group`."""
+        """Return the pieces of the tensor that make up a shard of `numel` elements, in storage order. `part` is this
+        rank's index in `tp_group`."""
         stop = self.start + numel
         if self.cut is None:
             return (Held(FlatRange(self.start, stop), (0,)),) if numel else ()

@@ -33,7 +33,7 @@ class TensorParallelEngine(Engine):
     `tp_group` stores either a shard or a replica of the tensor.
 
     Attributes:
-        shards: Reference to the tensor-parallel process group.
+        shards: `GroupRef` of the tensor-parallel process group.
     """
 
     plain_shards = True
@@ -41,8 +41,8 @@ class TensorParallelEngine(Engine):
     shards: GroupRef
 
     def cut(self, param: Tensor) -> Cut | None:
-        """Return the dim and the stride of the tensor-parallel cut, which the tensor's attributes state. Return None if
-        every rank has the whole tensor.
+        """Read the dim and the stride of the tensor-parallel cut from the tensor's attributes. Return None if every
+        rank has the whole tensor.
 
         Raises:
             ValueError: The tensor's attributes name an invalid dim or stride.
