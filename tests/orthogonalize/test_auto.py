@@ -70,7 +70,7 @@ def test_flops_are_those_that_torch_counts(
         ("gram", KELLER, FP64, 512, 4, 34),
         # In fp32, the Gram form restarts once, with a new Gram matrix of the updated iterate X.
         ("gram", POLAR, FP32, 512, 8, 28),
-        # In fp16 and with n/m above 7/3, the Gram form restarts without recomputing the Gram matrix from X. The steps
+        # In fp16 and with n/m above 5/2, the Gram form restarts without recomputing the Gram matrix from X. The steps
         # take 4 m^2 n + 28 m^3 FLOPs. Two m x m matmuls with an fp32 operand, each computed as two fp16 matmuls, add 8
         # m^3. Merging the factors Q from before and after the restart adds 2 m^3.
         ("gram", POLAR, FP16, 512, 4, 38),

@@ -43,7 +43,7 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
     whether the restart is local or recomputes the Gram matrix from X. The local restart must also need less memory."""
     x, coefficients = spectrum(kind, 256, 1024).float(), schedule("polar_express").triples
     exact = steps_written_out(x.double(), coefficients)
-    for aspect in (7 / 3, 1e9):
+    for aspect in (5 / 2, 1e9):
         monkeypatch.setattr(module, "_LOCAL_ASPECT", aspect)
         assert module._restarts_locally(256, 1024, coefficients, torch.float16) == (aspect < 4)
         with LiveBytes() as live:

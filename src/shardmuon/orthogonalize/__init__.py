@@ -72,11 +72,10 @@
     would raise this slope above `_MOST_SLOPE`. This keeps errors close to those of the standard form
     (docs/adr/0043-restarts-by-slope.md). There are two kinds of restart:
 
-    - A restart from X computes X <- Q X and R <- X X^T. It takes 3 m^2 n FLOPs, if symmetric products are counted as
-      half.
-    - A local restart computes R <- Q R_0 Q, where R_0 was stored in fp32. This takes 6 m^3 FLOPs, with each fp32
-      matrix split into two half-precision matrices. The matrices Q from before and after the restart must also be
-      multiplied. The total is less than for a restart from X if n > 7/3 m. A local restart does not need X, so it needs
+    - A restart from X computes X <- Q X and R <- X X^T. It takes 4 m^2 n FLOPs.
+    - A local restart computes R <- Q R_0 Q, where R_0 was stored in fp32. This takes 8 m^3 FLOPs, with each fp32
+      matrix split into two half-precision matrices. Multiplying the matrices Q from before and after the restart takes
+      2 m^3. The total is less than for a restart from X if n > 5/2 m. A local restart does not need X, so it needs
       no communication if the columns of X are spread over ranks. It is used only in fp16, and only for schedules with a
       single restart, because each local restart rounds the product of the matrices Q. In fp32, a local restart would be
       useless, because it would bring back the rounding errors of R_0.
@@ -428,7 +427,7 @@ def _newton_schulz(
 _MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
 # Aspect ratio n/m above which recomputing the Gram matrix R from its initial value R_0 (a local restart) takes less
 # work than recomputing it from X (see [Note: restarts]).
-_LOCAL_ASPECT = 7 / 3
+_LOCAL_ASPECT = 5 / 2
 
 
 def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
@@ -593,7 +592,7 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     if _restarts_locally(m, n, coefficients, dtype):
         # Each local restart (which recomputes the Gram matrix R without X) takes five more products: four in
         # `Products.sandwich`, and one that combines the matrices Q before and after the restart.
-        return round(twice + of_small + restarts * (3 * small + 2 * small * symmetric_share))
+        return round(twice + of_small + restarts * 5 * small)
     return round((1 + restarts) * twice + of_small)
 
 
