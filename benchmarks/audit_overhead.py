@@ -23,8 +23,8 @@ from shardmuon.testing.pool import RankPool
 
 
 def measure(layout: str, d: int, layers: int, samples: int, rounds: int) -> dict[str, Any]:
-    """Time plain and audited steps on this rank. Return a dict with the (CPU, wall) seconds of each step ("plain",
-    "audited"), and the numbers of "matrices" and "findings"."""
+    """Time plain and audited steps on this rank. In the returned dict, "plain" and "audited" are lists with the (CPU,
+    wall) seconds of each step, and "matrices" and "findings" are counts."""
     case = LAYOUTS[layout]
     mesh = case.mesh(dist.get_world_size())
     shapes = [shape for _ in range(layers) for shape in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))]

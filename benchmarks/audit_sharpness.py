@@ -26,7 +26,7 @@ from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
 def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[list[str], dict[str, Any]]:
     """Audit random steps without faults. Return the lines of a table with one row per dtype, and a dict from each dtype
-    to its findings and counts."""
+    to a dict: "findings" is a list of texts, "matrices" and "inconclusive" are counts."""
     lines = ["| products | healthy steps | matrices | findings | rows `inconclusive` |", "|---|---|---|---|---|"]
     data: dict[str, Any] = {}
     for dtype in DTYPES:
@@ -66,7 +66,7 @@ def count_named(rows: list[int], device: str) -> tuple[list[str], dict[str, Any]
 
 
 def main() -> None:
-    """Audit healthy and faulty steps, and write the tables to results/audit_sharpness.md."""
+    """Audit healthy and faulty steps, and write tables of the findings to results/audit_sharpness.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")

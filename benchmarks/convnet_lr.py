@@ -63,7 +63,7 @@ class Residual(nn.Module):
 
 
 class Depthwise(nn.Module):
-    """The block of ConvNeXt."""
+    """A ConvNeXt block."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def convnext() -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """An optimizer to compare: its code as text, learning rates to try, and a function (model, lr) -> optimizer."""
+    """An optimizer to compare: its code for the table, learning rates, and a function (model, lr) -> optimizer."""
 
     code: str
     rates: tuple[float, ...]

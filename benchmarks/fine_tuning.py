@@ -101,7 +101,7 @@ WAYS = {
 
 
 class FineTuning:
-    """The base models, one per seed, which are trained on first use, and the fine-tuning runs that start from them."""
+    """Fine-tuning runs, and the base models that they start from: one per seed, trained on first use."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args

@@ -46,7 +46,7 @@ ROWS = (
     "tp x dp",
     "mcore buffers",
 )
-# Sizes that were not measured for the hardware file cpu-gloo, which has powers of two from 32 to 512.
+# Sizes that were not measured for the hardware file cpu-gloo, whose tables contain powers of two from 32 to 512.
 SIZES = (192, 320, 448)
 LAYERS = {192: 12, 320: 6, 448: 4, 768: 12, 1536: 6, 3072: 3, 5120: 1}
 GPU_SIZES = (768, 1536, 3072, 5120)  # sizes that were not measured for the hardware file h100

@@ -37,7 +37,8 @@ def _ours(**options: Any) -> Callable[[SyntheticModel], Any]:
 
 
 def _with_adamw(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[SyntheticModel], Any]:
-    """Combine a peer optimizer for the matrices and torch's fused AdamW for the rest into one optimizer."""
+    """Return an optimizer class that updates matrices with the optimizer from `make`, and vectors with torch's fused
+    AdamW."""
 
     class Both:
         def __init__(self, model: SyntheticModel) -> None:

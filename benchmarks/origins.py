@@ -54,7 +54,8 @@ class Arithmetic(TorchFunctionMode):
 
 @contextlib.contextmanager
 def arithmetic(products: torch.dtype) -> Iterator[None]:
-    """Enter `Arithmetic`, and set torch's default dtype to fp64 if `products` is fp64, and to fp32 otherwise."""
+    """Run a `with` block in the mode `Arithmetic`. In the block, torch's default dtype is fp64 if `products` is fp64,
+    and fp32 otherwise."""
     wide = torch.float64 if products == torch.float64 else torch.float32
     torch.set_default_dtype(wide)
     try:

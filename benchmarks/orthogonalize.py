@@ -157,8 +157,8 @@ PEERS: dict[str, Callable[[torch.dtype], Contender]] = {
 
 
 def speed(device: torch.device, rounds: int, names: list[str], clock: Clock) -> tuple[list[str], dict[str, Any]]:
-    """Time all contenders for each dtype and shape. Return the lines of a table of seconds and ratios, and a dict of
-    all times."""
+    """Time all contenders for each dtype and shape. Return the lines of a table, and a dict from "DTYPE SHAPE" to the
+    seconds of each contender and shardmuon's choice of method and dtype."""
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     lines = [
         "| dtype | batch x m x n | ours: choice | seconds | GFLOP/s | "

@@ -91,7 +91,8 @@ def on_ranks(rounds: int) -> dict[str, list[float]]:
 
 
 def imports(times: int) -> list[float]:
-    """Measure the processor seconds of `import shardmuon` in fresh processes that find compiled bytecode on disk."""
+    """Return the CPU seconds of `import shardmuon` in each of `times` fresh processes that find compiled bytecode on
+    disk."""
     run = [sys.executable, "-c", IMPORT]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     found = [subprocess.run(run, capture_output=True, text=True, check=True, env=env) for _ in range(times + 1)]

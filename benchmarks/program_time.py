@@ -48,8 +48,8 @@ def hybrid_sharded(shape: Ints, mesh: Ints) -> ParamLayout:
 
 
 def measure(mesh: Ints, num: int, policy: Policy, rounds: int) -> dict[str, Any]:
-    """Time each phase in each round. Return a dict with the times, the number of buckets, and a histogram of the number
-    of copies that an owner makes from the receive buffer of one bucket."""
+    """Time each phase in each round. Return a dict with the times, the number of buckets, and a histogram of how many
+    copies a rank makes from one bucket's receive buffer."""
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(rounds):
         began = [time.perf_counter()]

@@ -1,9 +1,9 @@
-"""Time of one optimizer step, for shardmuon and its peers, interleaved in one run (`make bench`).
+"""Time of one optimizer step, for shardmuon and its peers (`make bench`).
 
 Model: 12 layers of (3d x d, d x d, 4d x d, d x 4d) with d = 384, which makes 48 matrices and 21.2 M Muon parameters.
 Gradients are injected, and each rank uses one thread. Each contender takes one step in every round, so a drift in the
-machine's speed affects all of them; compare ratios and medians, not single times. The benchmark takes less than eight
-minutes for 1, 2 and 4 ranks.
+machine's speed affects all of them; compare ratios and medians, not single times. By default, the benchmark runs on
+1, 2 and 4 ranks, which takes less than eight minutes in total.
 
     make bench                                             # this CPU
     make bench BENCH="--only fsdp2 --name fsdp2"           # only some contenders

@@ -29,7 +29,7 @@ class Sweep:
             self.runs = saved["runs"]
 
     def losses(self, name: str, power: int) -> list[float]:
-        """Return the held-out losses of all seeds at lr = 2**power. Train and save those that are missing."""
+        """Return the held-out losses of all seeds at lr = 2**power. Train and save the missing runs."""
         found = []
         for seed in range(self._seeds):
             key = f"{name} {power} {seed}"

@@ -31,7 +31,7 @@ VARIANTS = (
     "muon_eq+normuon",
     "hyperball",
 )
-WITHOUT_DECAY = ("hyperball",)  # Hyperball itself controls the norm of the weights
+WITHOUT_DECAY = ("hyperball",)  # Hyperball does not support weight decay
 
 
 def train(variant: str, seed: int, text: list[Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def step_times(args: argparse.Namespace) -> dict[str, float]:
 
 
 def table(runs: dict[str, list[dict[str, Any]]], times: dict[str, float]) -> str:
-    """A table of held-out losses over seeds, their differences from plain Muon at the same seed, and step times."""
+    """Return a Markdown table of held-out losses, their differences from plain Muon at each seed, and step times."""
     lines = [
         "| variant | held-out loss: mean (min..max) | less than plain's, seed by seed | step, ms | of plain's |",
         "|---|---|---|---|---|",

@@ -58,7 +58,7 @@ class Case(NamedTuple):
         source: The part of the origin that is run, and its version.
         theirs: A function from a parameter to the origin's optimizer, an object with a `step` method.
         ours: Options of `Muon` that match the origin's settings. An option can be a function of the matrix's shape.
-        without: Versions of the variant with one stage left out. None is plain Muon.
+        without: Variants that each lack one stage of `variant`. The value None stands for plain Muon.
         another_rule: A function that returns True for shapes on which the origin follows a different rule.
         remark: A note on behaviour of the origin that does not follow from its settings.
     """
@@ -247,8 +247,8 @@ def differences(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 def compare(case: Case, shape: tuple[int, int]) -> dict[str, Any]:
     """Compare the updates of a variant with those of the original code (the origin) for one shape. Return a dict with
-    the relative differences in fp64, fp32 and bf16, the origin's rounding errors in fp32 and bf16, and the largest
-    fp64 difference of each variant that lacks a stage."""
+    the relative differences in fp64, fp32 and bf16, the origin's rounding errors in fp32 and bf16, and the largest fp64
+    difference of each version of the variant that lacks a stage."""
     exact = theirs_in(case, shape, torch.float64)
     row: dict[str, Any] = {"origin": case.origin, "variant": case.variant, "shape": shape}
     variant = case.variant.partition(",")[0]

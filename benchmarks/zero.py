@@ -6,9 +6,9 @@ by a constant, so the gradients are known. The error of the first update is its 
 result of the five Newton-Schulz steps on the full mean gradient in fp32. A step consists of forward, backward and
 `engine.step()`. DeepSpeed compiles its Newton-Schulz with inductor, so the first steps are not timed.
 
-The bytes moved are those of all ranks' gradients, updates and weights that cross the loopback interface (Linux only).
-If other programs use that interface too, run the script in a network namespace: `unshare -n sh -c 'ip link set lo up;
-python zero.py'`. The peak of a step is the highest resident memory of a rank during the step, minus its resident
+The bytes moved are all bytes that cross the loopback interface (Linux only): gradients, updates and weights of all
+ranks. If other programs use that interface too, run the script in a network namespace: `unshare -n sh -c 'ip link set
+lo up; python zero.py'`. The peak of a step is the highest resident memory of a rank during the step, minus its resident
 memory before the step.
 """
 
@@ -78,8 +78,8 @@ class _Sum(nn.Module):
 
 
 def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, warm: int) -> dict[str, Any]:
-    """Run training steps on this rank; return step times, the first update's error, memory use, bytes moved, and the
-    number of Newton-Schulz runs per step."""
+    """Run training steps on this rank. Return a dict with step times, the first update's error, memory use, bytes
+    moved, and the number of Newton-Schulz runs per step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     warnings.simplefilter("ignore")
     deepspeed = ZeroRun.start_deepspeed()

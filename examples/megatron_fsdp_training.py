@@ -119,7 +119,7 @@ def train(device: torch.device, strategy: str, hybrid: str, steps: int, width: i
     model = wrap(Model(width, layers), strategy, hybrid, device)
     routing = {"lr": 0.02, "weight_decay": 0.01}
     optimizer = Muon(model, adamw_lr=1e-3, **routing)
-    fully_shard_optimizer(optimizer)  # takes a step with zero gradients to create the optimizer state
+    fully_shard_optimizer(optimizer)  # creates the optimizer state and leaves the weights unchanged
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for step in range(steps + 1):
         tokens = batch(generator, device)

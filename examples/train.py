@@ -189,7 +189,7 @@ ENDS_PLAN = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": Colwis
 
 
 def parallelize(model: Model, mesh: DeviceMesh | None) -> nn.Module:
-    """Shard a model that is equal on all ranks along the axes of the mesh. Tensor parallelism comes first."""
+    """Distribute a model over the axes of the mesh, tensor parallelism first. All ranks must pass equal models."""
     axes = mesh.mesh_dim_names if mesh else ()
     if "tp" in axes:
         for block in model.blocks:
@@ -290,7 +290,8 @@ def mean_over_ranks(losses: list[Tensor]) -> list[float]:
 
 
 def train(config: Config, name: str, text: list[np.ndarray], mesh: DeviceMesh | None, device: str) -> dict[str, Any]:
-    """Train a new model with the optimizer "muon" or "adamw", and return the results of the run. Collective."""
+    """Train a new model with the optimizer "muon" or "adamw". Return a dict with the losses, the speed, the size of the
+    optimizer state and, for "muon", the verification of the last step. Collective."""
     train_text, held_out_text = text
     build, lr = (build_muon, config.lr) if name == "muon" else (build_adamw, config.adamw_lr)
     model = parallelize(Model(config).to(device), mesh)

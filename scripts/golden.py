@@ -47,8 +47,8 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
-    """Run the golden rows (combinations of layout, options and dtype) on the code in the source tree `tree`. Return
-    digests of the results."""
+    """Run the golden rows (combinations of layout, options and dtype) with the code in the source tree `tree`. Return
+    the digests of all tensors, keyed by row and then by tensor."""
     started = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{ROWS.parent}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "golden.rows", "--ranks", str(ranks), "--out", str(out), "--only", only]

@@ -39,7 +39,7 @@ FIRST = ("step/test_steps", "golden/test_golden")
 # tests to leave out, because they take minutes or need special environments, and other tests detect the same faults
 SLOW = ("test_gpu", "frameworks/test_demo", "site", "stack", "zoo")
 ANYWHERE = ("step/test_equality", "step/test_all_or_nothing")  # tests to run for every mutant
-MOST_NAMING = 5  # maximum number of test files to run because they mention the mutated code
+MOST_NAMING = 5  # at most this many of the test files that mention the mutated code are run
 TIMEOUT = 1800  # time limit in seconds for all tests of a mutant
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

@@ -100,8 +100,8 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
     """Compare a layout with the reference runs. Return one dict per rank, which maps the name of each reference to the
     result of the comparison.
 
-    The reference "dense" is `Muon` in a single process. The `about` attribute of its result contains figures from the
-    rank's plan and the number of messages that the rank sends per step. On 4 ranks, and for every third layout on 2
+    The reference "dense" is `Muon` in a single process. The attribute `about` of its result is a pair: figures from the
+    rank's plan, and the number of messages that the rank sends per step. On 4 ranks, and for every third layout on 2
     ranks, torch.optim.Muon is a second reference.
     """
     return RankPool.cached(world).run(_comparisons, layout)

@@ -104,8 +104,8 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the line numbers of the comprehensions in a file that process messages from other ranks. The tests raise
-    no exception in them. They are the comprehensions in functions listed in TRANSPORT, except in `with` blocks."""
+    """Return the line numbers of comprehensions in those functions of a file that TRANSPORT lists, except in `with`
+    blocks. These comprehensions process messages from other ranks, so the tests raise no exception in them."""
     found, listed = set[int](), {name for of, name in TRANSPORT if of == file}
 
     def walk(node: ast.AST) -> None:
@@ -272,7 +272,7 @@ def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
 
 
 def known_places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """Return the functions that `places` finds on any rank, in the same order on every rank. Collective."""
+    """Return the functions that `places` finds on at least one rank, in the same order on every rank. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, places(call, begin, last))
     return list(dict.fromkeys(Place(*place) for theirs in found for place in theirs))

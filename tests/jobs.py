@@ -61,8 +61,8 @@ class Spec(NamedTuple):
 
 
 def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
-    """Return a parameter group for each set of ranks that contains this rank. Each group has two trained matrices and,
-    if `frozen` is True, a frozen one."""
+    """Return a parameter group for each set of ranks that contains this rank. The set replicates two trained matrices
+    and, if `frozen` is True, a frozen one."""
     found = []
     for ranks in sets:
         if dist.get_rank() in ranks:

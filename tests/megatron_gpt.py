@@ -188,8 +188,8 @@ def named(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
-    """Return the parameter name, the range of elements and the main weights of every shard that Megatron assigns to
-    this rank."""
+    """Return a triple for every shard that Megatron assigns to this rank: the parameter's name, the range of elements,
+    and the main weights."""
     found = []
     for part in (part for part in optimizer.chained_optimizers if hasattr(part, "shardmuon")):
         names = {p: name for name, p in named(part.model_chunks).items()}

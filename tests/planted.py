@@ -124,8 +124,7 @@ def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
 
 
 def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that replaces orthogonalization: the step calls `change` on each batch of matrices instead of the
-    orthogonalization function."""
+    """Return a fault in which the step calls `change` in place of the orthogonalization function."""
     return replaced("orthogonalize", lambda original: lambda x, *a, **k: change(x))
 
 
@@ -211,8 +210,8 @@ def _by_halves(original: Any) -> Any:
 
 
 def _clamped(update: Tensor) -> Tensor:
-    """Clamp elements to 0.8 times the RMS of the full orthogonalized matrix. `update` contains half of its rows,
-    because the matrix is sharded over two ranks."""
+    """Clamp the elements of a shard, half of the rows of an orthogonalized matrix, to 0.8 times the RMS of the full
+    matrix."""
     limit = 0.8 / max(2 * update.shape[0], update.shape[1]) ** 0.5
     return update.clamp(-limit, limit)
 

@@ -49,9 +49,9 @@ def _standard(exact: Exact) -> float:
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
-    """Return the predicted relative increase of the training step's time when Muon replaces AdamW. The number of tokens
-    is derived from `muon_share`, the published ratio of Muon's FLOPs to the model's, and the time of the forward and
-    backward passes from `model_flops`, the published FLOP/s per GPU."""
+    """Predict the relative increase in training-step time when Muon replaces AdamW. The number of tokens is derived
+    from `muon_share`, the published ratio of Muon's FLOPs to the model's. The step time with AdamW is derived from
+    `model_flops`, the published FLOP/s per GPU."""
     hardware = Hardware.load(gpu)
     exact = Exact.of_job(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
@@ -90,14 +90,14 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # Both forms are assumed to reach the same fraction of the peak rate. So the ends of the interval are the ratio of
-    # the shortest times and the ratio of the longest times.
+    # Both methods are assumed to reach the same fraction of the peak rate, so the shortest times are compared with each
+    # other, and so are the longest.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 
 def extra_flops() -> Interval:
-    """Return the FLOPs for orthogonalizing a d x d matrix divided by those for training it on B tokens, as a multiple
-    of d / B. Both ends of the interval are equal."""
+    """Return the ratio of the FLOPs for orthogonalizing a d x d matrix to those for training it on B tokens, in units
+    of d / B."""
     d = 4096
     found = flops("standard", d, d, KELLER, torch.bfloat16, _GPU) / (6 * d * d) / d
     return found, found

@@ -22,10 +22,10 @@ class ScheduleCase(NamedTuple):
         band: Smallest and largest singular value after the steps, to two decimal places. Before the steps, singular
             values are between 0.01 and 1.
         slope: Slope of the iteration at zero: the product of the linear coefficients of all steps.
-        errors: For each matrix of `spectra.SPECTRA`, an upper bound of the result's relative distance from the polar
-            factor in the Frobenius norm, in exact arithmetic.
-        restarts: Number of restarts of the Gram form in fp16 and in fp32. In fp16, it can be replaced with a tuple of
-            the indices of the steps before which they occur.
+        errors: For each matrix of `spectra.SPECTRA`, an upper bound on the relative distance (in the Frobenius norm)
+            between the result of exact steps and the polar factor.
+        restarts: Number of restarts of the Gram form in fp16 and in fp32. For fp16, a tuple can instead list the
+            indices of the steps before which the Gram form restarts.
     """
 
     band: tuple[float, float]
@@ -50,8 +50,7 @@ CASES = {
 
 
 def band(schedule: Callable[[Any], Any], s_min: float) -> tuple[float, float]:
-    """Return the smallest and the largest singular value after a schedule's steps, if singular values are between
-    `s_min` and 1 before the steps."""
+    """Return the smallest and the largest value to which a schedule maps singular values between `s_min` and 1."""
     ends = ((s_min, 1.0), (math.log(s_min), 0.0))
     even, of_logs = (torch.linspace(*of, 200_001, dtype=torch.float64) for of in ends)
     out = schedule(torch.cat([even, of_logs.exp()]))

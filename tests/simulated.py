@@ -38,8 +38,8 @@ _AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
 # The machine PAIRS has two ranks per node, and APART has one. The network between nodes is extremely slow, so each
 # replica orthogonalizes all matrices itself instead of exchanging results with other replicas.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# A replica orthogonalizes all matrices itself only if this saves at least three times the inter-node latency. On the
-# machine SHARING, the latency is too large for that, so replicas always divide the matrices among themselves.
+# A replica orthogonalizes all matrices itself only if this saves at least three times the inter-node latency. The
+# latency of the machine SHARING is so high that this is never the case, so replicas always share the work.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
@@ -342,8 +342,8 @@ class SimulatedRanks:
         return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
 
     def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
-        """Return the sets of ranks that together sum the squared norms of weights. Each set is a dict from rank to the
-        rank's `WeightSet`."""
+        """Return one dict, from rank to `WeightSet`, for each set of ranks that together sum squared norms of
+        weights."""
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}

@@ -191,9 +191,9 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
 
 
 def _before_fully_shard() -> tuple[list[str], list[str], list[str]]:
-    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return three lists with this rank's
-    warnings: in the first step, in the second step, and in a step of another optimizer. That optimizer's
-    only parameter has no gradient. Its single row is stored on rank 0."""
+    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return three lists of this rank's
+    warnings: from the first step, the second step, and a step of another optimizer. The other optimizer's only
+    parameter has no gradient. Its single row is stored on rank 0."""
     optimizer = Muon(model := _model(), lr=0.02)
     fully_shard(model)
     _backward(model, dist.get_rank())

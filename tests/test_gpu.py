@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard"},
     "gram": {"method": "gram"},
 }
-# Batches are padded to 64 matrices, so tests on the simulated device use a smaller model to save time.
+# The smaller model saves time on the simulated device, where each batch is padded to 64 matrices.
 SMALL = {"d": 64} if NUM_GPUS else {"d": 16, "layers": 1}
 
 

@@ -103,8 +103,8 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved = torchs.state_dict()
     with pytest.raises(ValueError, match="parameter 0 of group 1: its state in the checkpoint is"):
         ours.load_state_dict(saved)
-    # AdamW cannot use the momentum of torch.optim.Muon. So a checkpoint is accepted only if it has no state for the
-    # parameter in the AdamW group, whose moments then start from zero.
+    # AdamW cannot use the momentum of torch.optim.Muon. So a checkpoint is accepted only without state for AdamW's
+    # parameters, whose moments then start from zero.
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]

@@ -150,7 +150,7 @@ def _double(value: Any) -> Tensor:
 
 
 def steps_written_out(
-    matrix: Tensor,  # (rows, cols): the input of the first step
+    matrix: Tensor,  # (rows, cols): normalized before the first step
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # returns a tensor of shape (rows, cols) in fp64
@@ -173,7 +173,7 @@ def steps_written_out(
 def orthogonalization_bound(
     coefficients: Coefficients,
     dtype: torch.dtype,
-    matrix: Tensor | None = None,  # (rows, cols): the input of the orthogonalization, which may be scaled by any factor
+    matrix: Tensor | None = None,  # (rows, cols): the input of the orthogonalization, up to a constant factor
     *,
     gram: bool = False,
 ) -> float:

@@ -13,8 +13,8 @@ class VariantCase(NamedTuple):
     """Expected values for a variant.
 
     Attributes:
-        launches: Pair of upper limits on the kernels that the variant adds to a step on an accelerator: for a model of
-            one layer, and for a model of four.
+        launches: Upper limits on the number of kernel launches that the variant adds to a step, as a pair: for a model
+            of one layer, and for a model of four.
         left_out: All findings that an audit must report when the variant's first pre- or post-processing stage is left
             out. If others are reported, test_audit.py prints them.
     """

@@ -27,9 +27,10 @@ class ExchangeError(RuntimeError):
     dict is loaded into the optimizer.
 
     Attributes:
-        UNCHANGED, HALF_DONE: Sentences for error messages: the step changed nothing on this rank, or it may have
-            updated only part of the data.
-        REMEDY, RELOAD: Sentences that say how to recover if several ranks step together, or if this rank steps alone.
+        UNCHANGED: Sentence for errors before the step has changed anything on this rank.
+        HALF_DONE: Sentence for errors after which only some weights and momentum may have been updated.
+        REMEDY: Sentence that says how to recover if several ranks step together.
+        RELOAD: Sentence that says how to recover if this rank steps alone.
     """
 
     UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"

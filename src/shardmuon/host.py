@@ -84,8 +84,7 @@ class Host:
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
         """Return a function to run instead of a step, or None to take the step as usual. A function is returned only if
-        the framework calls `step` without intending to update weights. This method must not change any tensors, except
-        gradients that the framework has altered since the backward pass.
+        the framework calls `step` without intending to update weights. This method must not change any tensors.
 
         Args:
             core: The optimizer.

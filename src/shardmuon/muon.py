@@ -96,7 +96,7 @@ class Core:
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # object that manages stored momentum; None: made from `config`
+        keeper: Keeper | None = None,  # manages stored momentum; default: one made from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -222,7 +222,7 @@ class Core:
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
-        # a framework that steps groups one by one stops at an AuditError
+        # after an AuditError, a framework that steps groups one by one skips the remaining groups
         if isinstance(error, AuditError):
             self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
@@ -487,9 +487,9 @@ class Muon(Core, Optimizer):
         stochastic_rounding: Round bf16 weights stochastically (at random, without bias) after each update.
         bucket_bytes: Maximum total size, in bytes, of the matrices that one rank orthogonalizes per bucket. The whole
             matrices count, not shards. None: the planner chooses a size as described in `shardmuon.plan.plan.Policy`.
-        audit_every: Number of steps from one audit to the next, beginning with an audit of the first step. An audit
-            compares the step with an unsharded reference step. If they differ, every rank raises AuditError once the
-            step is complete. None: audit a step only if `shardmuon.audit` requests it. See docs/audit.md.
+        audit_every: Interval between audits, in steps. The first step is audited. An audit compares the step with an
+            unsharded reference step. If they differ, every rank raises AuditError once the step is complete. None:
+            audit a step only if `shardmuon.audit` requests it. See docs/audit.md.
         adamw_lr: Learning rate of all parameters that AdamW updates. Allowed only if `params` is a module. Default: the
             rate at which AdamW's updates are as large as Muon's; `shardmuon.param_groups` prints this rate. See
             docs/learning_rate.md.
@@ -680,8 +680,8 @@ class Muon(Core, Optimizer):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """All current plans. Under DeepSpeed, there is one plan for each set of groups that are stepped together.
-        Otherwise, the tuple contains the only plan, or is empty before a plan is made."""
+        """All current plans: under DeepSpeed, one for each set of groups that are stepped together; otherwise one, or
+        none before a plan is made."""
         return self._host.plans(self)
 
     # ------------------------------------------------------------------------------------ groups and options

@@ -27,7 +27,7 @@ kind run in the order in which `variant` names them.
     sends the changed numbers to the other ranks, bit for bit, in the same exchange as the results. The state of stages
     on weights is not sent, because all ranks compute the same bits.
 
-[Note: to add one]
+[Note: adding a stage]
     A new stage requires changes in five files. Use a class in this file as an example: `HyperballUpdate` for a factor
     per matrix, `NorMuon` for a factor per row or column, `MuonEq` for a stage before the orthogonalization, or
     `HyperballWeight` for a stage on weights. Add new rows at the end of each table.
@@ -259,8 +259,8 @@ def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the r
 
 class WeightStage(Stage):
     """Base class of stages (such as Hyperball's) that multiply each weight matrix by a factor after the update. A
-    variant of Muon has at most one such stage. In each step, a single reduction computes the norms of all matrices that
-    the same ranks share.
+    variant of Muon has at most one such stage. In each step, one all-reduce per `WeightSet` (step/stages.py) sums the
+    squared norms of its matrices.
 
     The state is one number per matrix: the norm of the matrix before the first step, or 0 while this norm is unknown.
     The state is not sent between ranks, because every rank computes the same bits.

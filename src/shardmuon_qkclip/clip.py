@@ -209,8 +209,8 @@ class QKClip:
         return self._num_steps % self.every == 0
 
     def _count(self, name: str, maxima: Tensor) -> None:
-        """Merge the largest logits of one forward pass into the layer's largest logits since the last step. Non-finite
-        values are ignored for every head that has a finite value."""
+        """Merge the largest logits of one forward pass into the layer's largest logits since the last step. A
+        non-finite value is kept only for a head without any finite value."""
         seen = torch.stack([maxima, self._pending.get(name, maxima)])
         finite = seen.masked_fill(~seen.isfinite(), -math.inf).amax(dim=0)
         self._pending[name] = torch.where(finite.isfinite(), finite, seen.amax(dim=0))

@@ -55,7 +55,7 @@ def _next_step(optimizer: Muon) -> AuditReport:
     """Take a step in which each gradient is the sine of the previous gradient, so that gradients and momentum point in
     different directions. Return the step's audit report."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        local_if_any(p.grad).sin_()  # use the local tensor, because DTensor would trace every new shape
+        local_if_any(p.grad).sin_()  # DTensor operations are slow for every new shape
     return step_of(optimizer)
 
 
@@ -216,8 +216,8 @@ INEXACT = tuple(name for name, fault in FAULTS.items() if not fault.exact)
 BY_TORCH = ("Hyperball: other rule", *[name for name in INEXACT if not name.startswith("orthogon")][1::8])
 OF_STAGES = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
 # Every fault in planted.py is tested with the default matmul dtype. Faults that are not marked `exact` are tested a
-# second time, with fp16 matmuls or larger matrices. Some faults are also tested with torch's own orthogonalizer or in a
-# first step. benchmarks/audit_sharpness.py tests all combinations.
+# second time, with fp16 matmuls or larger matrices. Some faults are also tested with torch's own orthogonalizer, or on
+# the optimizer's first step. benchmarks/audit_sharpness.py tests all combinations.
 PLANTED = [
     *(_row({}, None, False, (name,), numeric=not fault.exact) for name, fault in FAULTS.items()),
     *(

@@ -45,7 +45,7 @@ SHAPES = {
     "table": (21, 6),
     "late": (7, 5),  # "late" gets its first gradient after the checkpoint
     "frozen": (4, 4),
-    # With plain-tensor shards, ranks without elements of "few" get no gradient of it before the checkpoint.
+    # Some ranks have an empty shard of "few". If it is a plain tensor, it gets no gradient before the checkpoint.
     "few": (1, 6),
 }
 GROUPS: list[dict[str, Any]] = [
@@ -126,8 +126,8 @@ class Job:
             self.optimizer.step()
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's local weights and optimizer state as nested dicts, keyed by state key and then by
-        parameter name."""
+        """Copy this rank's local weights and optimizer state. Return a dict from "weights" or a state key to a dict
+        from parameter name to tensor."""
         out: dict[str, dict[str, Tensor]] = {"weights": {n: p.detach() for n, p in self.model.named_parameters()}}
         for name, p in self.model.named_parameters():
             for key, value in self.optimizer.state.get(p, {}).items():

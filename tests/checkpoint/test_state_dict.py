@@ -156,8 +156,8 @@ class File:
     tied: bool = False  # True if both layers of the model share one weight
     frozen: bool = False
     empty_at: int | None = None  # index at which an empty parameter group is inserted into the optimizer
-    # If not None, the parameters have gradients before loading. If not empty, an earlier step was interrupted by an
-    # error with this text.
+    # If not None, the parameters have gradients before loading. A non-empty text is also set as `optimizer.broken`, as
+    # if an earlier step had been interrupted.
     busy: str | None = None
 
 

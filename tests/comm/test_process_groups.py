@@ -31,8 +31,8 @@ def _join(store: str) -> None:
 
 
 def _own_and_destroyed(store: str) -> tuple[list[timedelta | None], str]:
-    """Return the timeouts of the default process group and of the groups that shardmuon creates, and the text of the
-    error that `Muon.prepare` raises after the process groups have been destroyed."""
+    """Return a list of timeouts (of the default process group and of the groups that shardmuon creates), and the text
+    of the error that `Muon.prepare` raises after the process groups have been destroyed."""
     _join(store)
     made = [timeout_of(dist.group.WORLD)]
     parent = dist.new_group([0, 1], timeout=PARENTS)

@@ -178,9 +178,9 @@ ALL = (0, 1, 2)
 
 
 def _most_bits() -> bool:
-    """Vote with the largest allowed number of presence bits (each says whether a gradient exists) and with plan digests
-    that differ between ranks. Then check that an optimizer whose shards need more bits than allowed raises an error.
-    Return whether its plan contains matrices once the limit is restored."""
+    """Vote with the largest allowed number of presence bits and with a different digest on each rank. Then check that
+    an optimizer raises an error if no bits are allowed, and takes a step once the limit is restored. Return whether
+    the optimizer's plan contains matrices."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)

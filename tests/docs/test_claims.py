@@ -1,4 +1,4 @@
-"""Tests that CLAIMS.md, the table of what each test checks, is complete."""
+"""Tests that CLAIMS.md names only tests that exist, and covers every test file."""
 
 from __future__ import annotations
 

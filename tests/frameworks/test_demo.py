@@ -1,6 +1,6 @@
 """Tests of the demo `examples/train.py`. Training runs must give the same result on every layout, and the demo's
-bitwise check against a single process must detect wrong steps. Evaluation on held-out files and the command line are
-tested as well."""
+bitwise check against a single process must detect wrong steps. The command line and the evaluation on held-out files
+are tested as well."""
 
 from __future__ import annotations
 

@@ -424,8 +424,7 @@ def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     world2: RankPool, call: Callable[..., None], case: Any, says: str
 ) -> None:
     """If FSDP1 is used in an unsupported way, all ranks must raise an error that says what to change. For example,
-    FSDP1's flat parameters must be rejected when the optimizer is constructed. They must also be rejected if one rank
-    puts them into a parameter group later."""
+    FSDP1's flat parameters must be rejected."""
     assert_refused(world2, says, call, case)
 
 

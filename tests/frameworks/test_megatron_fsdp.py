@@ -239,8 +239,7 @@ class Job:
 
 def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int, ...]]]:
     """Train a few steps and check the result of each. Return the names of the parameters that have elements on this
-    rank, and two sets of ranks: those that share the first matrix and those that share the weight of the layer
-    "mixer"."""
+    rank, and the ranks of two device meshes: that of the first matrix and that of the weight of "mixer"."""
     with _megatron():
         job = Job(form, **variant)
         fresh = [local_if_any(t) for p in job.params().values() for t in job.optimizer.state[p].values()]
@@ -378,8 +377,8 @@ def _save(form: str, folder: str, variant: dict[str, Any]) -> tuple[dict[str, An
         job = Job(form, **variant)
         job.step(10)
         job.step(20, UPDATED_BY_ADAMW)
-        # Simulate the effect of an earlier save in which this rank stored no elements of any parameter: the step counts
-        # are marked so that this rank does not write them. The mark must not affect this save.
+        # Mark step counts as not to be written, as an earlier save does on a rank without elements. This save must
+        # ignore the mark.
         for values in job.optimizer.state.values():
             if "step" in values:
                 values["step"].__create_write_items__ = lambda *_: []

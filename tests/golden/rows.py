@@ -86,7 +86,7 @@ def run(row: Row) -> dict[str, Tensor]:
 
 
 def table_of(only: str) -> dict[str, Digests]:
-    """Return this rank's digests for all rows of the golden table whose name contains `only`."""
+    """Return a dict from row name to this rank's digests, for all golden rows whose names contain `only`."""
     warnings.simplefilter("ignore")
     found = {}
     for row in rows_of(dist.get_world_size()):

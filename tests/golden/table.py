@@ -143,7 +143,7 @@ FSDP1 = "fsdp1"
 # Even on a single rank, the layouts in ALONE differ from the layout "single", so rows of the golden table with these
 # layouts also run on one rank.
 ALONE = ("ddp", "fsdp2")
-# The number of rows of the golden table for each layout, keyed by number of ranks.
+# Maps a number of ranks to the number of rows that each layout has in the golden table.
 PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}
 
 

@@ -1,4 +1,4 @@
-"""Tests that rows of the golden table match a single-process run bitwise on every layout."""
+"""Tests that every layout matches a single-process run bitwise, with options from the golden table."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
 WORLDS = (2, 3, 4)
-# For each layout, the test runs one row of the golden table, if possible with options that no earlier layout has used.
-# All layouts run on 3 ranks, because 3 does not divide most tensor sizes. Fewer run on 4 and 2 ranks, which
-# test_equality.py covers. Int8 momentum is left to test_momentum.py, because some layouts split its blocks.
+# Each layout runs one row of the golden table, if possible with options that no earlier layout has used. All layouts
+# run on 3 ranks, because 3 does not divide most tensor sizes. Fewer layouts run on 4 and 2 ranks, because
+# test_equality.py covers these numbers. Int8 momentum is left to test_momentum.py, because some layouts split its
+# blocks.
 LEFT_OUT = "momentum int8"
 NAMES = {3: list(LAYOUTS), 4: list(LAYOUTS)[::2], 2: list(LAYOUTS)[::6]}
 

@@ -309,8 +309,8 @@ def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[in
     """Take a step on Megatron-like tensor-parallel layers with an optimizer that is created from the module.
 
     Returns:
-        A dict from parameter name to the shape and optimizer ("Muon" or "AdamW") found by `param_groups`, the global
-        shape of the last weight, and whether the plan contains any matrices.
+        A tuple of three: a dict from parameter name to the shape and optimizer ("Muon" or "AdamW") found by
+        `param_groups`, the global shape of the last weight, and True if the plan contains any matrices.
     """
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))
     for layer, dim in ((model[0], 0), (model[2], 1)):

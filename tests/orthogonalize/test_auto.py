@@ -64,9 +64,10 @@ def test_flops_are_those_that_torch_counts(
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "with_n", "small"),
-    # For m = 128, the expected FLOPs estimate is with_n * m^2 n + small * m^3. In fp64, the Gram form needs no restart.
+    # `with_n` and `small` are the coefficients in the expected number of FLOPs, with_n * m^2 n + small * m^3.
     [
         ("standard", KELLER, FP64, 512, 20, 10),
+        # In fp64, the Gram form does not restart.
         ("gram", KELLER, FP64, 512, 4, 34),
         # In fp32, the Gram form restarts once, with a new Gram matrix of the updated iterate X.
         ("gram", POLAR, FP32, 512, 8, 28),

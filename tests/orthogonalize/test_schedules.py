@@ -51,8 +51,8 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
         rounding = 8 * len(found.triples) * slope(found) * roundoff(torch.float64)
         pairs = zip(band(found, start), (float(out.min()), float(out.max())), strict=True)
         assert all(abs(a - b) <= missed + rounding for a, b in pairs)
-    # Let f be the composition of all steps. For a small s, f(s) / s is nearly the slope of f at 0. A step a x + b x^3 +
-    # c x^5 adds a relative error of about |b| / a x^2, where x <= s slope. All steps together stay below s^2 slope^3.
+    # Let f be the composition of all steps. For a small s, f(s) / s differs from the slope of f at 0 by less than
+    # s^2 slope^3, because of the cubic terms of the steps.
     tiny = 1e-9
     share = float(outputs(found.triples, tiny, 2 * tiny, 2)[0]) / tiny
     assert_near(torch.tensor(share), torch.tensor(slope(found)), tiny**2 * slope(found) ** 3 + roundoff(torch.float32))
@@ -64,7 +64,7 @@ def test_names_of_other_libraries_are_known() -> None:
     assert {name: schedule(name).triples for name in names} == {n: schedule(of).triples for n, of in names.items()}
     assert schedule(KELLER).name == "keller"
     given = [schedule(KELLER), schedule(KELLER, 3), schedule([list(KELLER)] * 2, 9)]
-    # A list of coefficient triples has one triple per step, so the requested number of 9 steps has no effect.
+    # A list of coefficient triples has one triple per step, so requesting 9 steps has no effect.
     assert [found.triples for found in given] == [(KELLER,) * count for count in (5, 3, 2)]
 
 

@@ -24,8 +24,7 @@ from shardmuon_qkclip.layers import Attention, Rows
 
 
 class Llama(nn.Module):
-    """An attention layer with grouped queries. It has no rotary embeddings, because they do not change the norms of q
-    and k."""
+    """A grouped-query attention layer. It has no rotary embeddings, because they do not change the norms of q and k."""
 
     def __init__(self, dim: int = 12, heads: int = 6, groups: int = 2, size: int = 4, bias: bool = False) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ def _hooked(model: nn.Module, **options: Any) -> QKClip:
 
 def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
     """Take a step without gradients, in which QK-clip scales the model's weights based on the given maximum logits.
-    Return the gains of the first layer, which are the factors for its logits."""
+    Return the gain of each key head of the first layer (the factor for its logits)."""
     clip = _hooked(model, logits=lambda: logits, **options)
     clip._optimizer.step()
     return clip.report.layers[0].gains

@@ -1,4 +1,4 @@
-"""Tests on a simulated GPU that QK-clip needs no device synchronization and few kernel launches."""
+"""Tests that QK-clip needs no device synchronization and few kernel launches, on a simulated GPU."""
 
 from __future__ import annotations
 

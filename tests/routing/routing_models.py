@@ -19,7 +19,7 @@ def routed(model: nn.Module, **options: Any) -> dict[str, RoutingRow]:
 
 
 def but(module: nn.Module, **attributes: Any) -> Any:
-    """Set attributes, which can be submodules or parameters, on a module, and return the module."""
+    """Set attributes, submodules or parameters of a module, and return the module."""
     for key, value in attributes.items():
         setattr(module, key, value)
     return module

@@ -96,8 +96,7 @@ _BOTH = [f"{model}.{name}" for model in ("actor", "critic") for name in LAYERS]
 
 
 def three(**others: nn.Module) -> Callable[[], nn.Module]:
-    """Return a function that builds a model from an embedding and the layers `others`, without repeated blocks. The
-    vocabulary size and the width of the model are both 16."""
+    """Return a function that builds a model of a 16 x 16 embedding and the layers `others`, without repeated blocks."""
     return lambda: nn.ModuleDict({"embed": nn.Embedding(16, 16), **others})
 
 
@@ -120,9 +119,8 @@ HEADS: dict[str, Case] = {
     "a decoder": Case(Llama, why(head=_EQUAL, norm="norm", embed="embedding"), muon=LAYERS),
     "as wide as the vocabulary": Case(llama(16, 16), why(head=_LAST), muon=LAYERS),
     "one block": Case(lambda: Llama(16, 16, depth=1), muon=LAYERS[:6]),
-    # No layer has 8 inputs, so every linear layer with 8 rows (the vocabulary size) could be an output head. wk and wv
-    # have 8 rows, too, but they must go to Muon, because they are in repeated blocks and are not the last matrix of a
-    # block.
+    # The vocabulary size is 8, so a linear layer with 8 rows could be an output head. wk and wv have 8 rows, but must
+    # go to Muon, because neither is the last matrix of its repeated block.
     "keys with the rows of a vocabulary": Case(llama(8, 16, 8), muon=LAYERS),
     "tied, another as wide": Case(llama(tied=True, project=linear()), muon=[*LAYERS, "project.weight"]),
     "tied, all as wide": Case(llama(16, 16, tied=True, project=linear()), muon=[*LAYERS, "project.weight"]),
@@ -605,9 +603,9 @@ def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of
     ],
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
-    """With the default lr of AdamW groups, the updates of Muon and AdamW must have about the same RMS. The ratio
-    has the same range as the singular values of orthogonalized matrices. The RMS of AdamW's first update is lr, but
-    that of later updates is usually 0.2 lr, so the test multiplies the first RMS by 0.2."""
+    """With the default lr of AdamW groups, the updates of Muon and AdamW must have about the same RMS. The two
+    RMS values may differ by as much as the singular values of orthogonalized matrices differ from 1. The RMS of AdamW's
+    first update is lr, but that of later updates is usually 0.2 lr, so the test multiplies the first RMS by 0.2."""
     model = Llama()
     groups = param_groups(model, lr=lr, adjust_lr_fn=scale)
     optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)

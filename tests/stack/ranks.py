@@ -59,8 +59,8 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
         example: Name of the file in examples/.
         world: Number of ranks. A single rank runs as a plain process without torch.distributed.
         prepare: Name of a function in this file that each rank calls first.
-        arguments: Arguments for the example's `train`. If there is a dict `kind`, its items are passed to the example's
-            `options` instead, which returns further arguments for `train`.
+        arguments: Arguments for the example's `train`. Exception: `kind`, a dict of arguments for the example's
+            `options`, which returns further arguments for `train`.
 
     Returns:
         The observations on each rank.

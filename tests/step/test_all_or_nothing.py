@@ -264,7 +264,7 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
             mesh, placements = mesh_of((2, 2)), (Replicate(), Shard(0))
             local = torch.ones(5, 8)
         # In a "crossed" tensor, the placements of the two mesh axes are swapped. Off-diagonal ranks of the mesh then
-        # store the wrong block, but of the right shape.
+        # store a wrong block of the right shape.
         elif kind == "crossed":
             placements = placements[::-1]
         else:
@@ -348,8 +348,8 @@ CALLS = {
 OF_ADAMW = (" eps", " betas", " adamw")
 Round = dict[int, str]  # A Round describes one call: it maps each faulty rank to the name of its fault.
 # Found is the outcome of a call on one rank: the class and message of the exception that it raised, and the names of
-# all wrong values. A value is wrong if a failed call has changed it, or if the next step gives another value than in a
-# twin job without the failed calls.
+# all wrong values. A value is wrong if a failed call has changed it, or if it differs after the next step from that of
+# a twin job without the failed calls.
 Found = tuple[str, str, list[str]]
 
 

@@ -217,7 +217,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    # No function is named "_none", so exceptions are raised up to the last message exchange of the call.
+    # No function is named "_none", so `known_places` returns all functions up to the last collective of the call.
     return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 

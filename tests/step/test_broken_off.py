@@ -109,17 +109,16 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
     """Return a regular expression for the error message of a step interrupted in one of the operations `first` to
-    `last`, counted in the order of `turns`. If `relays` is True, each bucket has a relay, which passes results on to
-    the other replica."""
+    `last`, indices into the operations that `turns` yields. If `relays` is True, each bucket has a relay, which passes
+    results on to the other replica."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# In the cases that use `_in_turns`, the rank fails in its second bucket. The arguments are the indices of the first and
-# the last operation in which another rank may notice this. In the last one, that rank waits for an exchange that the
-# failed rank never started. In the case "relay", the rank dies after receiving its results but before passing any of
-# them on.
+# In the cases that use `_in_turns`, the rank fails in its second bucket. The arguments of `_in_turns` are the first and
+# the last operation in which another rank may notice this. The last operation waits for an exchange that the failed
+# rank never started. In the case "relay", the rank dies after receiving its results but before passing any of them on.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", Traffic, "start", 2, _in_turns(1, 5)),
@@ -197,11 +196,10 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 
 
 def main(rank: int, name: str, store: str) -> None:
-    """Run a successful step, a step in which one rank fails, and a third step.
+    """Run three steps. During the second, the rank VICTIM fails or is late, as the case `name` says.
 
-    In the case "is late", one rank is only slow, and the job must match an undisturbed job bitwise. In the cases "no
-    memory" and "interrupted", the state of the job is restored in a new process group, and the continued job must match
-    an undisturbed job, too.
+    If the rank is only late, the job must match an undisturbed job bitwise. In the cases "no memory" and "interrupted",
+    the last two steps are repeated from the restored state in a new process group, and must give the same match.
     """
     torch.set_num_threads(1)
     _join(store, rank)

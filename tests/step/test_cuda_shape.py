@@ -96,11 +96,11 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # This tensor is state that the step has created. Its rounding errors come from fifteen matmuls that sum at
-            # most 40 terms, and from a sum of at most 40 x 16 squares.
+            # State that the step has created is rounded in fifteen matmuls that sum at most 40 terms, and in a sum of
+            # at most 40 x 16 squares.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
-            # AdamW changes an element by about lr, with ten rounded operations on each of the two devices.
+            # AdamW rounds ten times on each of the two devices. The scale includes the change, which is about lr.
             assert_rounded(one, expected[name], roundings=20, scale=before[name].abs() + 2 * 0.05)
         else:
             for a, b, c in zip(*(t.view(-1, *t.shape[-2:]) for t in (one, expected[name], before[name])), strict=True):
@@ -274,9 +274,9 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     """In a steady-state step, the host must neither wait for the device nor copy data to it. Kernel launches and memory
     must stay within limits.
 
-    The memory limit consists of buffers of 32 MiB, the largest size of one rank's matrices in a bucket, and of one fp32
-    temporary with at most 2^24 elements. Two buffers are for exchanges, and three for Newton-Schulz (four with the Gram
-    form).
+    The memory limit is the size of five buffers (six with the Gram form) and of one fp32 temporary with at most 2^24
+    elements. A buffer takes 32 MiB, the largest size of one rank's matrices in a bucket. Two buffers are for exchanges,
+    and the others for Newton-Schulz.
     """
     found, above, plan = _count(ranks, method=method)
     assert found.waits == found.uploads == []

@@ -109,8 +109,8 @@ def test_a_row_cuts_later_tensors_as_its_builder_does() -> None:
 
 
 def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return everything that an optimizer can read from a (sharded) tensor and from a parameter made from this tensor,
-    so that two tensors can be compared."""
+    """Return everything that an optimizer can read from a (sharded) tensor, and from a parameter made from this tensor,
+    as a tuple that can be compared."""
     found: list[object] = []
     for t in (tensor, parameters({"": tensor})[""]):
         local = t.detach().to_local() if isinstance(t, DTensor) else t.detach()

@@ -81,8 +81,8 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
     assert (second - first) / 128 <= 28
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
-    # A vector of 8 elements is shorter than the 64 bytes of a SIMD register, so the optimizer first copies such vectors
-    # into one padded buffer, which takes extra calls.
+    # 8 elements do not fill a 64-byte vector of torch's AdamW kernel, so the optimizer first copies these tensors into
+    # one padded buffer, which takes extra calls.
     assert (count(64, 192, size=8) - count(64, 64, size=8)) / 128 <= 55
     wide: Any = {"cut": Tensor.bfloat16, "momentum_dtype": torch.float32}
     assert (count(192, **wide) - count(64, **wide)) / 128 <= 32

@@ -109,7 +109,8 @@ def test_micro_batches_and_a_layer_that_a_batch_does_not_use_give_the_update_of_
 
 
 def _scaled(layouts: Sequence[str], vectors_only: bool) -> list[dict[str, Any]]:
-    """Return the parameter groups of a job. The job's three matrix parameters use the given layouts in rotation."""
+    """Return parameter groups for a test of loss scaling. The three matrix parameters use the given layouts in
+    rotation."""
     rest = as_in({"ddp": "ddp", "tp": "replicate"}.get(layouts[0], "fsdp2"))
     vectors = {"params": [Spec("bias", (9,), rest), Spec("gain", (3,), rest)], "lr": 0.01, "use_muon": False}
     first, second, third = itertools.islice(itertools.cycle(map(as_in, layouts)), 3)

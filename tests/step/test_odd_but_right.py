@@ -50,8 +50,8 @@ def _turned_on_odd_ranks(t: Tensor) -> Tensor:
 
 
 def _crossing() -> list[dict[str, Any]]:
-    """Return parameter groups on overlapping sets of ranks. Between two buckets that ranks 2 and 3 share, rank 2 has
-    several buckets with rank 1, whereas rank 3 has none."""
+    """Return parameter groups on overlapping sets of ranks. Between two buckets that ranks 2 and 3 share, rank 2
+    shares several buckets with rank 1, while rank 3 has none at all."""
     sets = {"all": (0, 1, 2, 3), "a": (0, 2, 3), **{f"b{i}": (1, 2) for i in range(4)}, "c": (2, 3)}
     # Creating a mesh is a collective operation, so every rank creates all meshes.
     on = {ranks: rows_on(DeviceMesh("cpu", ranks)) for ranks in dict.fromkeys(sets.values())}
@@ -275,8 +275,8 @@ def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str) -> N
 def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
     what: str, options: dict[str, Any], says: Sequence[str]
 ) -> None:
-    """Rank 1 uses either a different matmul dtype or different estimates of the machine's speed. The first step must
-    raise an error, unless the options fix the matmul dtype and nothing else differs."""
+    """The first step must raise an error if the ranks estimate the speed of their machines differently. It must also
+    raise one if their default matmul dtypes differ, unless an option fixes the dtype."""
     cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
     params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
     for _, p in params:

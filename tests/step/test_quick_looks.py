@@ -1,5 +1,5 @@
 """Tests that the fast path of validation before a step gives the same result as the full checks, and that momentum
-updates written directly into a batch have the same bits as copied ones."""
+updates written directly into a batch have the same bits as if they were copied into it."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[i
 
 
 def _family(draw: random.Random) -> list[Bucket]:
-    """Return buckets of random overlapping rank sets in the order of a plan: rank-local buckets first, then all buckets
-    of each rank set."""
+    """Return random buckets, ordered as in a plan: first the rank-local buckets, then the buckets of overlapping rank
+    sets, grouped by rank set."""
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}

@@ -129,7 +129,7 @@ def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
 
 RAISED, HUNG, DIED = ("ValueError", True), ("TimeoutError", False), ("ChildProcessError", False)
 # Each case gives a function, its arguments, whether to call `run_catching` instead of `run`, the expected failures by
-# rank (error class, and False if the rank hung or died), and parts of the error message.
+# rank (error class, and True if the rank raised an exception), and parts of the error message.
 FATAL: list[tuple[Callable[..., object], tuple[Any, ...], bool, dict[int, tuple[str, bool]], list[str]]] = [
     (fail_on, ((0, 2),), False, {0: RAISED, 2: RAISED}, ["2 of 3 ranks failed in test_pool.fail_on", PLANTED]),
     (fail_on, ((1,), "collective"), False, {0: HUNG, 1: RAISED, 2: HUNG}, ["after rank 1 failed", "dist.barrier()"]),

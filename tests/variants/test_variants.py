@@ -52,8 +52,9 @@ def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: tor
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
     arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard", torch.float64), *[torch.float64] * 6)  # type: ignore[arg-type]
-    # The roundings are one per term of the sums along a row and over the rows, three of the state in each of four
-    # steps, and six others. The factor of 2 covers restoring the matrix norm, which takes as many roundings again.
+    # The sums along a row and over the rows have one rounding per term. Each of the four steps rounds the state three
+    # times, and there are six other roundings. The factor of 2 covers restoring the matrix norm, which takes as many
+    # roundings again.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)

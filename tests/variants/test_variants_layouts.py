@@ -46,8 +46,8 @@ def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant
 
 @pytest.mark.parametrize("layout", ["fsdp2+tp", "hsdp+tp"])
 def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, world3: RankPool) -> None:
-    """If 4 columns are sharded over 3 ranks, the last rank stores no column. For a stack of 5 experts, FSDP2 stores an
-    empty shard of shape (0, 7, 0) on that rank. NorMuon's result must still match a single-process run."""
+    """Tensor parallelism over 3 ranks leaves no columns of a (5, 7, 4) stack on the last rank. FSDP2 then stores an
+    empty shard of shape (0, 7, 0) there. NorMuon's result must still match a single-process run."""
     # Tensor parallelism shards every second parameter by columns. In this list, the second parameter is "odd_experts".
     assert world3.run(_compared, layout, "normuon", params=["one_row", "odd_experts"]) == [(True, 0.0, "")] * 3
 

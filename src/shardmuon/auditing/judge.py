@@ -34,8 +34,8 @@ is an operation that a Muon variant (such as NorMuon) adds to the step.
     Along such vectors, results can differ completely, and along other vectors hardly at all. So a difference is
     measured separately along each left singular vector of the reference. Along each vector, the rounding error is
     estimated as the root mean square of the differences that perturbations cause, or as one spacing of the result if
-    that is larger. The lengths of the measured difference and of the result are both divided by this error. The
-    relative difference is the largest ratio of the difference, divided by the largest ratio of the result.
+    that is larger. The relative difference is the largest ratio of the difference to this error, divided by the largest
+    ratio of the result to this error.
 
 [Note: naming a fault]
     The audit simulates known faults. A simulated fault, called a guess, consists of the fault's name, a description,
@@ -92,7 +92,7 @@ _LONGER = 1 / 16  # largest relative increase of the input matrix's norm in a pe
 # Relative error of the "exact" reference, which is computed in fp64 from a Gram matrix. The Gram matrix squares
 # singular values, so the reference is inaccurate for small ones.
 _OWN = 1e-9
-# Half of the largest relative error of momentum in 8-bit codes. `_judge_momentum` allows twice this number.
+# largest relative error of momentum in 8-bit codes, halved because `_judge_momentum` doubles it
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2
 _EPS = torch.finfo(torch.float32).eps
 # Number of roundings when a stage of a Muon variant scales a matrix by a norm. The norm, the stored norm, the factor
@@ -111,8 +111,8 @@ class _StepWith(NamedTuple):
         after: (rows, cols) fp64 weights after the stages that change weights.
         factor: Factor by which the stages that change the update scale it.
         on_weights: Factor by which the stages that change weights scale them.
-        numbers: Values that the stages store. If a stage controls the norm of the weights, also this norm after the
-            step.
+        numbers: Dict of the values that the stages store. If a stage controls the norm of the weights, it also contains
+            their norm after the step.
     """
 
     staged: Tensor
@@ -129,7 +129,7 @@ class _Evidence:
 
     Args:
         row: The matrix's row in the report; `judge` fills in the results.
-        arithmetic: The arithmetic of the matrix's step.
+        arithmetic: Options, dtypes and device that determine the matrix's step.
         blocks: Rectangular parts of the matrix, each stored on one rank.
         whole: Dict from quantity to a (2, n) fp64 tensor with the quantity's values before and after the step. The
             quantities are "weights", "momentum", "gradient", and the values that stages store.
@@ -218,8 +218,8 @@ class _Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
-        """Select the values that the Muon variant's stages store (such as NorMuon's second moments). If a stage
-        controls the norm of the weights, add this norm. `values` contains the weights and all stored values."""
+        """Return a dict with the values that the Muon variant's stages store (such as NorMuon's second moments) and, if
+        a stage controls the norm of the weights, this norm. `values` contains the weights and all stored values."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 
@@ -272,10 +272,9 @@ class _Evidence:
         are moved by up to one spacing (see [Note: the shake]).
 
         Returns:
-            A tuple (given, finish). `given` is the orthogonalizer's input, (rows + 2, cols + 2). `finish` computes a
-            tensor of shape (m,) from the orthogonalizer's result: how far its error (its deviation from exact
-            arithmetic) differs from that on the original matrix, as a length along each left singular vector of the
-            reference.
+            A tuple (given, finish). `given` is the orthogonalizer's input, (rows + 2, cols + 2). `finish` compares the
+            error of the orthogonalizer's result (its deviation from exact arithmetic) with the error on the original
+            matrix. It returns the length of the difference along each left singular vector of the reference, (m,).
         """
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
@@ -296,8 +295,8 @@ class _Evidence:
 
     def spread(self, count: int) -> tuple[_Measure, float]:
         """Measure how much the update varies over `count` perturbed runs of the dense step (see [Note: the shake]).
-        Return a function that measures a difference relative to this variation, and the largest value of this function
-        that rounding can explain.
+        Return a tuple (measure, allowed): a function that measures a difference relative to this variation, and the
+        largest value of the function that rounding can explain.
 
         Along every singular vector, the rounding error is assumed to be at least one spacing of the largest weight. If
         the Muon variant stores fp32 values, it is also assumed to be at least one fp32 eps times the largest length of
@@ -312,8 +311,8 @@ class _Evidence:
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
         """Measure how much the orthogonalizer's error varies over `count` perturbed runs (see [Note: the shake]).
-        Return a function that measures a difference relative to this variation, and the largest value of this function
-        that rounding can explain."""
+        Return a tuple (measure, allowed): a function that measures a difference relative to this variation, and the
+        largest value of the function that rounding can explain."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
@@ -352,7 +351,8 @@ class _Evidence:
         # the wrong update is far too short, this difference is much larger than the update itself. With the difference
         # as the scale, every simulated fault with a short update would seem to match the wrong update.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        # Accept a guess (a simulated fault) only if the part that it leaves unexplained is smaller than `least`.
+        # Accept a guess (a simulated fault) only if the part of the wrong update that it leaves unexplained is smaller
+        # than `least`.
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
         # If the norm of the weights is wrong, a simulated fault must also explain at least half of the norm's error.
@@ -628,8 +628,8 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
             same = [block for block in blocks if e.fed[block].shape == shape]
             results = e.arithmetic.orthogonalized(torch.stack([e.fed[block] for block in same]))
             for block, own in zip(same, results, strict=True):
-                # Give each block of the simulated update the length of the same block in the actual update, because a
-                # faulty step may compute the scale from the block's shape.
+                # Rescale each simulated block to fit the actual update, because a faulty step may compute the scale
+                # from the block's shape.
                 result[block] = _along(e.update[block], own) * own
         yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""

@@ -16,7 +16,7 @@ on all ranks.
 
 [Note: whole matrices]
     A whole matrix is assembled from the shards on all ranks that store a part of it. The assembly uses the rebuilt
-    layout table, but neither the plan nor the code that executes the plan, so that it also reveals faults in both of
+    layout table, but neither the plan nor the code that executes the plan, so that it reveals faults in either of
     them.
 
     A matrix consists of the elements of the global tensor at certain indices in each dim. The row-major position of an
@@ -61,8 +61,8 @@ _NO_GRADIENT = "no gradient"  # initial status of a matrix in the report, replac
 
 
 def _choose(count: int, samples: int, number: int) -> list[int]:
-    """Choose `samples` of `count` matrices for the audit with index `number`, and return the indices of the chosen
-    matrices. Successive audits cycle through all matrices."""
+    """Choose up to `samples` of `count` matrices for the audit with index `number`, and return their indices.
+    Successive audits cycle through all matrices."""
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
 
@@ -234,8 +234,8 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the samples
 
     def _take(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Choose some of the matrices that are shared by the ranks in `ranks`, and copy the values that the step will
-        change. Collective over `ranks`."""
+        """Choose some matrices of the parameters with the indices `numbers`, and read this rank's parts of them before
+        the step. Collective over `ranks`."""
         views = {number: self._layouts[number].view for number in numbers}
         items = [(number, matrix) for number in numbers for matrix in range(len(views[number].matrices))]
         chosen = [items[at] for at in _choose(len(items), self.samples, self._schedule.num_audits)]
@@ -439,13 +439,14 @@ def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _outer(lines: Iterable[Tensor]) -> Tensor:
-    """Compute all sums of one value from each of the 1-D tensors `lines`, as a 1-D tensor in row-major order."""
+    """Add one value from each of the 1-D tensors `lines`, in all combinations. Return the sums as a 1-D tensor in
+    row-major order."""
     return reduce(lambda sums, line: sums.unsqueeze(-1) + line, lines).reshape(-1)
 
 
 def _block_of(places: Tensor, cols: int) -> _Block | None:
-    """Return the rectangle of a matrix that consists of exactly the row-major positions `places`, or None if the
-    positions do not form a rectangle. `cols` is the number of columns of the matrix."""
+    """Return the row slice and the column slice that select exactly the row-major positions `places` of a matrix with
+    `cols` columns. Return None if the positions do not form a rectangle."""
     if not len(places):
         return None
     (top, bottom), (left, right) = ((int(at.min()), int(at.max()) + 1) for at in (places // cols, places % cols))

@@ -195,7 +195,9 @@ class AuditSchedule:
         asked: The audit that the user has requested for the next step with `audit()`, or None.
     """
 
-    samples = 2  # number of matrices that a scheduled audit compares per set of ranks that share parameters
+    # number of matrices that a scheduled audit compares for each set of ranks over which parameters are sharded or
+    # replicated
+    samples = 2
     every: int | None = None
     num_steps: int = 0
     num_audits: int = 0
@@ -236,7 +238,7 @@ class PendingAudit:
     """Audit of the next step, requested by the user with `audit()`.
 
     Attributes:
-        samples: Number of matrices to compare per set of ranks that share parameters.
+        samples: Number of matrices to compare for each set of ranks over which parameters are sharded or replicated.
         found: The report of the audit; None before the step.
     """
 

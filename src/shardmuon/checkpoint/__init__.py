@@ -1,4 +1,5 @@
-"""Save and load the model and the optimizer of a job with any sharding and number of ranks, and validate state dicts.
+"""Save and load the model and the optimizer of a job, and validate state dicts. The job that loads a checkpoint can
+have a different sharding or number of ranks than the job that saved it.
 
 This package may import the package `step` and all packages that `step` may import. Users import this package
 with `from shardmuon import checkpoint`.

@@ -316,8 +316,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                # With use_muon=True, engines (storage adapters) reject layouts that cannot be divided into rows and
-                # columns.
+                # With use_muon=True, FSDP1 parameters that were not flattened in row-major order are rejected.
                 if is_cut:
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
@@ -338,7 +337,7 @@ def _as_global(
     position of a shard in the whole tensor ([Note: plain shards]).
 
     Returns:
-        {"model": weights, "optimizer": {"state": state}}, with copies of the dicts.
+        {"model": weights, "optimizer": {"state": state}}. The arguments are not changed.
     """
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):

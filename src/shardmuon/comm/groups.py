@@ -63,8 +63,7 @@ _MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
 
 
 def made_under(world: Any) -> _Made:
-    """Return the process groups and lanes (channels for short messages) that were created under a default process
-    group, with the token that identifies the default group."""
+    """Return the token, process groups and lanes (channels for short messages) of a default process group."""
     return _MADE.setdefault(world, _Made())
 
 
@@ -169,7 +168,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # `ref` also returns a destroyed group that other code still holds
+    if kept is not None and is_alive(kept):  # `kept` can be a destroyed group that other code still holds
         # The cached process group takes precedence over `hint`, because ranks that rebuild a plan can pass different
         # hints.
         return kept
@@ -228,7 +227,7 @@ class Traffic:
     norms_sent: int = 0
 
     def start(self, group: Any, send: Tensor, send_splits: tuple[int, ...], recv_splits: tuple[int, ...]) -> Pending:
-        """Start an asynchronous all-to-all that sends one packed buffer, and count it.
+        """Start an asynchronous all-to-all, and count it in `exchanges` and `bytes_sent`.
 
         Args:
             group: Process group that runs the all-to-all.

@@ -528,8 +528,8 @@ class Call(ABC, Generic[_K]):
         """Find out why a vote failed, and raise Refused with the reason on every rank. Collective over all ranks that
         voted.
 
-        If ranks have cached different bindings (plans or layouts, which must be equal on all connected ranks) and
-        `renews` is True, return on every rank instead. The caller then rebuilds the bindings.
+        If the cached bindings (plans or layouts) differ between these ranks, some of them are stale. If `renews` is
+        True, return on every rank in this case, so that the caller rebuilds the bindings.
         """
         component, token = kept.component, kept.token if self.renews else b""
         everyone = gather({(): token, **digests}, component, fault)

@@ -141,8 +141,8 @@ class BucketCount:
             node_of: Function that maps a rank to the index of its node.
 
         Returns:
-            Dict from each rank in the plan, in ascending order, to a tuple with the rank's work in each of its buckets
-            (groups of matrices), in the plan's order.
+            Dict from each rank in the plan, in ascending order, to a tuple with one `BucketCount` for each of the
+            rank's buckets, in the plan's order.
         """
         found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
         ways = _ways_in(plan)

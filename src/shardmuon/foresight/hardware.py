@@ -48,8 +48,8 @@ _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 # TorchDispatchMode that ignores views. Steps on small matrices take at least as long as these launches.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
-# Meaning and unit of each number in a hardware file. A key is either the name of a number or the first words that the
-# names of several related numbers share. For a table, the size that indexes the table follows the unit, in parentheses.
+# Meaning and unit of each number in a hardware file. A key is the name of a number, or the common beginning of several
+# names. Parentheses after the unit give the size by which a table is indexed.
 _NUMBERS = {
     "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
@@ -126,8 +126,8 @@ class _Known:
         return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
-        # Below the first size in the table, values are constant. In tables with slope 1 (mostly times), such sizes do
-        # not count as extrapolations, because latency dominates short operations.
+        # Sizes below the table get its first value. In tables with slope 1 (mostly times), this does not count as
+        # extrapolation, because latency dominates short operations.
         sizes, *ends = zip(*rows, strict=True)
         beyond = max(1.0, size / sizes[-1]) ** self.slope
         value = beyond * np.array([_between(size, sizes, values) for values in ends])
@@ -252,8 +252,8 @@ class Rates:
     extrapolated: dict[str, None] = field(default_factory=dict)
 
     def of(self, name: str, size: float = 1.0, where: str = "") -> _Ends:
-        """Look up a number, or a table's value at a size, and return it as (best, middle, worst). If the size is beyond
-        the table's ends, record the lookup in `extrapolated`, described by `where`, unless `where` is empty."""
+        """Look up a number, or a table's value at a size, and return it as (best, middle, worst). If `where` is given
+        and the size is beyond the table's ends, record `where` in `extrapolated`."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
@@ -278,8 +278,8 @@ class Rates:
         table = self.hardware[name]
         size = batch_size(rows, cols, device) if method in ("standard", "gram") else 1
         alone, outside = table.at(short, aspect)
-        # A batch with more work than the largest matrix in the table gets the efficiency of that matrix. This does not
-        # count as an extrapolation; a single matrix larger than those in the table does.
+        # A batch with more work than any matrix in the table gets the efficiency of the largest one. Only a single
+        # matrix beyond the table counts as extrapolation.
         filled, _ = table.at(short * size ** (1 / 3), aspect)
         self._note(name, table, f"{rows}x{cols}" if outside else "")
         share = np.array([max(alone[2], filled[2]), math.sqrt(alone[1] * filled[1]), min(alone[0], filled[0])])
@@ -299,8 +299,8 @@ class Rates:
         num_peers: int,
         spans_nodes: bool,
     ) -> dict[str, _Ends]:
-        """Estimate the seconds that one all-to-all takes, split into "latency" and "wire" (the transfer time). See
-        [Note: how an exchange is timed]."""
+        """Estimate the time of one all-to-all. Return a dict with the seconds of its "latency" and of its transfer
+        ("wire"). See [Note: how an exchange is timed]."""
         if num_ranks <= 1:
             return {"latency": np.zeros(3), "wire": np.zeros(3)}
         tables = [int(name.split()[1]) for name in self.hardware.numbers if name.startswith("all-to-all")]

@@ -64,8 +64,8 @@ class _Mesh:
             `world`.
         pp: Number of pipeline stages.
         gpus_per_node: Number of ranks on one node.
-        engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP), or "zero" (DeepSpeed's ZeRO 1 and
-            2).
+        engine: Framework that distributes the training: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (DeepSpeed's ZeRO
+            1 and 2).
     """
 
     dp: int = 1
@@ -374,9 +374,9 @@ def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
     """Return the placements that a parameter has after `parallelize_module` followed by `fully_shard`. Experts are
     placed as in torchtitan. DDP's plain tensors are treated as replicated DTensors.
 
-    With ep > 1, experts are placed on a mesh of shape (dp, shard x tp / ep, ep). Expert parallelism divides the experts
-    along the last mesh axis. FSDP then shards them along the middle axis: on dim 1 if there are fewer experts than
-    shard x tp ranks, and otherwise on dim 0, which indexes experts.
+    With ep > 1, experts are placed on a mesh of shape (dp, shard x tp / ep, ep). The last axis shards dim 0, which
+    indexes experts. The middle axis (FSDP) shards dim 1 if there are fewer experts than shard x tp ranks, otherwise
+    also dim 0.
     """
     axes: list[tuple[int, Shard | None]] = [(mesh.dp, None)]
     if param.expert and mesh.ep > 1:
@@ -419,7 +419,7 @@ def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_
 
 
 def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
-    """Find the elements of a parameter that each rank stores if a flat buffer is divided among the ranks.
+    """Find each rank's elements of a parameter in a flat buffer that is divided among the ranks.
 
     Args:
         at: Index, in the flat buffer, of the parameter's first element.
@@ -582,7 +582,7 @@ class Exact:
         Args:
             model: Name of a preset, path to a config.json, MODULE:FUNCTION, or a module (see `models.load_model`).
             mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8".
-            engine: Framework that shards parameters: "torch" or "zero" (see `_Mesh`).
+            engine: Framework that distributes the training: "torch" or "zero" (see `_Mesh`).
             gpus_per_node: Number of ranks on a node.
             device: Type of torch device: "cuda" or "cpu".
             weights: dtype of the model's parameters. Except under ZeRO, their gradients have the same dtype.
@@ -663,7 +663,7 @@ class Exact:
 
 
 class _Planned:
-    """Model on a mesh, with the options of its optimizer.
+    """A job to be planned: a model on a mesh, with the options of its optimizer.
 
     Attributes:
         config: The optimizer's options.
@@ -739,7 +739,7 @@ def _classes_of(shares: Mapping[int, Sequence[_RankClass]]) -> tuple[_RankClass,
     """Group ranks into classes with equal counts in all units (sets of parameters that are planned together).
 
     Args:
-        shares: Dict from rank to the rank's counts in each of its units, each as a `_RankClass` with empty `ranks`.
+        shares: Counts of each rank: one `_RankClass`, with empty `ranks`, for each of its units.
     """
     members: dict[tuple[_RankClass, ...], list[int]] = {}
     for rank in sorted(shares):

@@ -281,11 +281,11 @@ _LAST = (
 
 
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
-    """Return the values of all dims and conditions that occur in the parameter tables `_FIRST`, `_LAYER` and `_LAST`. A
+    """Return a dict that maps each dim and each condition in the tables `_FIRST`, `_LAYER` and `_LAST` to its value. A
     condition is true if its value is not 0.
 
     Args:
-        c: Sizes of the model, with the keys of `_DECODER` and of `build`'s argument as attributes.
+        c: Sizes of the model: a namespace with all keys that `build` accepts.
         layer: Index of the layer, which determines whether the layer has experts; -1 for parameters outside layers.
     """
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim

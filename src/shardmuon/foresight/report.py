@@ -71,7 +71,7 @@ class Time(NamedTuple):
 
 
 def _seconds(*values: float) -> str:
-    """Format one or two times in seconds, for example as "3.4 ms" or "1.2 .. 3.4 ms"."""
+    """Format one or two numbers of seconds in a suitable unit, such as "3.4 ms" or "1.2 .. 3.4 ms"."""
     return _scaled([1e6 * value for value in values], 1000, ("us", "ms", "s"))
 
 
@@ -113,7 +113,7 @@ def plan(
         model: Name of a preset, path to a config.json, MODULE:FUNCTION, or a module (preferably on the meta device).
         mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
         gpu: Name of a hardware file in the package, such as "h100", path to a hardware file, or a `Hardware`.
-        engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
+        engine: Framework that distributes the training: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
         gpus_per_node: Number of ranks per node, which are assumed to be connected by fast links. Default: the number in
             the hardware file.
         tokens_per_step: Number of tokens in a training step, over all ranks. If given, the report compares the time of
@@ -407,8 +407,7 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            # The ranks of a group exchange a bucket among themselves. `members` counts groups, so each rank counts as
-            # a fraction of its group.
+            # Each rank counts as 1 / num_ranks, so `members` is the number of groups that exchange the bucket.
             members[key] += rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
@@ -492,7 +491,7 @@ _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_MANY = 12  # maximum number of rows in the table of ranks, and of extrapolations listed
+_MANY = 12  # maximum length of the table of ranks and of the list of extrapolations
 
 
 class _Section(NamedTuple):

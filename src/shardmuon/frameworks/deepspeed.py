@@ -228,8 +228,8 @@ class _DeepSpeedHost(Host):
         self._carried, self._flats = {}, {}
 
     def restore_groups(self, core: Any) -> None:
-        """Restore the list of groups. DeepSpeed modifies the list for each call to `step()`, and restores it only if
-        the step succeeds. With ZeRO stage 3, groups are empty between steps."""
+        """Restore the list of groups, which DeepSpeed modifies for each call to `step()` and restores only if the step
+        succeeds. With ZeRO stage 3, also empty the groups, which contain flat buffers only during a step."""
         core.param_groups = [group for group, _, _ in self.groups]
         if _zero3_of(self._params) is not None:
             for group in core.param_groups:
@@ -290,8 +290,8 @@ class _DeepSpeedHost(Host):
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # ZeRO stage 3 loads only the first group of a universal checkpoint, so save the Muon variant's state (such
-            # as NorMuon's second moments) for the matrices of all groups in the first group.
+            # ZeRO stage 3 loads only the first group of a universal checkpoint, so this group contains the variant's
+            # state for all matrices.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries
@@ -332,16 +332,16 @@ class _DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Return `_refuse_copies`, which raises an error, if DeepSpeed calls `step` in `initialize_optimizer_states`,
-        otherwise None. DeepSpeed does so only with ZeRO stage 0 in half precision, to create state."""
+        """Return `_refuse_copies` if the caller is `initialize_optimizer_states`, otherwise None. DeepSpeed calls
+        `step` there only with ZeRO stage 0 in half precision, to create state."""
         return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
         """Handle one of the calls to `step()` that DeepSpeed makes in a training step. The call steps the groups that
         DeepSpeed has put into `core.param_groups`."""
         try:
-            # This is the first call in a training step if the previous training step has stepped all flat buffers, or
-            # if the counter is 0. See [Note: one vote before the first call].
+            # This call begins a training step if the counter is 0, or if the previous training step has counted all
+            # flat buffers. See [Note: one vote before the first call].
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))

@@ -631,7 +631,7 @@ def _distributed_optimizer(
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    # Megatron unscales the gradients of all shards, but never sets those of empty shards.
+                    # Megatron unscales the gradients of all shards, but sets none on empty shards.
                     shard.grad = torch.empty_like(shard)
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start

@@ -119,8 +119,8 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
     """Find the rows of a parameter that this rank stores.
 
     Returns:
-        A tuple (cut, num_parts, part, row). `cut` is the dim and the stride with which tensor parallelism splits the
-        parameter into `num_parts` parts. This rank's rows begin at index `row` of the part with index `part`.
+        A tuple (cut, num_parts, part, row). `cut` describes how tensor parallelism splits the parameter into
+        `num_parts` parts. This rank's rows begin at index `row` of the part with index `part`.
     """
     from torch.distributed.tensor import Replicate, Shard
 

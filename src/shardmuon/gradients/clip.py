@@ -13,8 +13,9 @@ same norm, bit for bit, or all ranks raise an error.
 
     To find replicas, each rank groups its loose gradients by shape and by the set of ranks that store the tensor, and
     computes one norm per group. Groups on two ranks are treated as replicas and counted once if their shapes and norms
-    are equal, and if both ranks have the same index in the sets. Norms of few elements can be equal by chance. So small
-    gradients are treated as replicas only if the norms of all loose gradients on these sets of ranks are equal, too.
+    are equal, and if each rank has the same index in its own set. Norms of few elements can be equal by chance. So
+    small gradients are treated as replicas only if the norms of all loose gradients on these sets of ranks are equal,
+    too.
 
     If any parameter is sharded or known to be replicated over a set of ranks, the loose gradients of plain tensors must
     be equal on these ranks, because unequal gradients are probably replicas that were not averaged. This rule does not
@@ -99,7 +100,8 @@ def clip_grad_norm_(
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
     refused: str | None = None
-    # Try twice to list the parameters, because an interrupt can end the first try while other ranks wait for this rank.
+    # If an interrupt ends the first try, list the parameters again. This rank needs the list to report the interrupt to
+    # the ranks that wait for it.
     for _ in range(2):
         with fault:
             listed = _listed_of(parameters, fault)
@@ -281,9 +283,9 @@ class _Clipping(TableCall[_BoundGradients]):
             this rank are left out.
         states: `GradientState` of each parameter's gradient.
         counted: Norm of the gradient elements that this rank counts, excluding loose gradients.
-        loose: One tuple (fingerprint, norm, alone) for all loose gradients ([Note: who sums with whom]) that have the
-            same shape and are stored by the same set of ranks. Replicas have equal fingerprints. `alone` is True if the
-            set contains only this rank, as for plain tensors without a process group.
+        loose: A tuple (fingerprint, norm, alone) for each group of loose gradients with the same shape and the same set
+            of ranks ([Note: who sums with whom]). Replicas have equal fingerprints. `alone` is True if the set contains
+            only this rank, as for plain tensors without a process group.
     """
 
     params: Sequence[Listed]
@@ -379,7 +381,7 @@ class _Clipping(TableCall[_BoundGradients]):
                 param.grad = bound.engines[number].align(param.grad, param)
 
     def norm(self) -> float:
-        """Compute the norm of the gradients on all connected ranks. Collective over these ranks.
+        """Compute the norm of the gradients on all connected ranks ([Note: who sums with whom]). Collective.
 
         Raises:
             Refused: Gradients or arguments are wrong on some rank. Raised on every rank, before any gradient is scaled.

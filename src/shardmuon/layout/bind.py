@@ -118,7 +118,7 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
                 # `cells` maps each rank of the grid to the `Ties` that the rank must have reported. The grid is stored
-                # for all of them, because computing it again for each of N ranks would take O(N^3) time.
+                # under each of these `Ties`, because computing it again for each of N ranks would take O(N^3) time.
                 cells = {one: Ties(row, column) for row in grid for one, column in zip(row, columns, strict=True)}
                 for other, cell in cells.items():
                     if cell not in known.get(other, ()) or len(cells) < len(grid) * len(columns):
@@ -128,8 +128,8 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
-    # `columns[i]` is the set of ranks that store part i. `rows` maps each rank that stores the same part as `rank` to
-    # the ranks of its replica, the i-th of which must be in `columns[i]`.
+    # `columns[i]` is the set of ranks that store part i. `rows` maps each rank in `ties.mates` to its row: the
+    # ranks that store its replica.
     columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
     rows: dict[int, Ranks] = {}
     for mate in ties.mates:
@@ -215,8 +215,8 @@ def bind(
         waiting: Function that returns the name, tensor and group of every parameter for which other ranks may be
             waiting for this rank. Default: the parameters in `listed`.
         beyond: Additional sets of ranks that must belong to the component. Each set contains this rank.
-        before: Component of the previous table, whose ranks first compare their sets of ranks. None: there is no
-            previous table.
+        before: Component of the previous table; None if there is none. If its ranks disagree about which ranks share
+            parameters, they raise an error at once instead of after a timeout.
         stamp: Text that identifies this rank's hardware and software.
         fingerprint: Function that hashes a parameter's local storage to 64 bits, to compare replicas. None: replicas
             are not compared.

@@ -99,8 +99,8 @@ class OnMesh(NamedTuple):
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> Sequence[tuple[int, int]]:
     """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim ([Note:
-    order of cuts]). The given factors count the shards made by all earlier cuts. The returned factors count only those
-    made by axes that no longer shard the dim."""
+    order of cuts]). Divide each factor by the sizes of the axes whose cuts it counts. A quotient above 1 comes from
+    axes that have been gathered ([Note: lone strided shard])."""
     ordered: list[tuple[int, int]] = []
     for axis, factor in reversed(listed):
         before, position = 1, 0
@@ -163,8 +163,8 @@ def same_storage(first: Ints, second: Ints) -> bool:
 
 
 class Cut(NamedTuple):
-    """Cut of a tensor by a tensor-parallel group: the dim that is cut, and the number of equal blocks of the dim that
-    are each cut separately ([Note: stride])."""
+    """Cut of a tensor along `dim` by a tensor-parallel group. The dim consists of `stride` equal blocks, and each block
+    is cut separately ([Note: stride])."""
 
     dim: int
     stride: int

@@ -349,7 +349,7 @@ class ParamLayout:
         """The ranks of each replica, ordered by replica index (`replica_of`). The tuple is empty if some pieces have
         more copies than others, or if a rank would belong to several replicas."""
         num = {len(ranks) for ranks in self.keepers.values()}
-        # replica i consists of the i-th rank that stores each piece
+        # for each piece, replica i contains the i-th rank that stores it
         found = [tuple(sorted(set(ranks))) for ranks in zip(*self.keepers.values(), strict=False)]
         are_disjoint = sum(map(len, found)) == len(set().union(*found))
         return tuple(found) if len(num) == 1 and are_disjoint else ()

@@ -62,8 +62,8 @@ class Stream:
 
     @classmethod
     def of(cls, identity: str, purpose: str, step: int, cols: int) -> Stream:
-        """Make the stream for one parameter, purpose and step. Streams that differ in any of the three give independent
-        bits.
+        """Create the stream of random bits for one parameter, purpose and step. Streams that differ in any of the three
+        are independent.
 
         Args:
             identity: The parameter's name, the same on all ranks.
@@ -121,8 +121,8 @@ class Rounding(NamedTuple):
 
 
 def mix_(z: Tensor, key: Tensor | int) -> Tensor:
-    """Replace the counters `z`, in place, with SplitMix64's outputs for a key. For a fixed key, the output is a
-    one-to-one function of the counter, and vice versa. Each bit of the output depends on all bits of both."""
+    """Replace the counters `z`, in place, with SplitMix64's outputs for a key. Changing only the counter or only the
+    key always changes the output. Each bit of the output depends on all bits of both."""
     z.mul_(_GAMMA).add_(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
         # mask off the copies of the sign bit that the shift inserts
@@ -135,8 +135,9 @@ def _round_by(
     x: Tensor,  # values to round, in fp32
     bits: Tensor,  # random bits (int32 in [0, 2**16)) or _NEAREST, with the shape of x
 ) -> Tensor:  # returns bf16 values
-    """Round each element of x to one of its two neighbors in bf16: to the nearest if its bits are _NEAREST, otherwise
-    at random, so that the expected value is x. NaN, Inf and elements that bf16 represents exactly do not change."""
+    """Round each element of x to one of its two neighbors in bf16: to the nearest if its entry in `bits` is _NEAREST,
+    otherwise at random, so that the expected value is x. NaN, Inf and elements that bf16 represents exactly do not
+    change."""
     # A bf16 number is the upper half of an fp32 number, so a carry out of the lower half gives the next bf16 number,
     # even across powers of 2.
     rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)

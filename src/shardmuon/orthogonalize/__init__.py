@@ -697,7 +697,7 @@ class FiniteWatch:
         """Overwrite each non-finite result of the orthogonalization with zeros if the corresponding input matrix is
         finite, without waiting for an accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
-        # If no result contains NaN or Inf, return early. Only a CPU can check this without waiting for a device.
+        # On a CPU, return early if all results are finite. On other devices, this check would make the host wait.
         if x.device.type == "cpu" and not bool(spoiled.isnan().any()):
             return out
         given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))

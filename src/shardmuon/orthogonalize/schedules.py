@@ -5,7 +5,7 @@ matrix to a s + b s^3 + c s^5. The matrix is first divided by its Frobenius norm
 but rounding can lift them slightly above 1. Therefore a schedule is rejected if it flips a sign or diverges for any
 input up to `_MARGIN`.
 
-[Note: to add one]
+[Note: adding a schedule]
     To add a schedule, change this file, tests/schedule_cases.py, docs/orthogonalization.md and CHANGELOG.md:
     1. Append a row to `_SCHEDULES`, from which all other code reads schedules. Cite the publication of the coefficients
        as the row's source, or write "ours".

@@ -111,8 +111,8 @@ class Item(NamedTuple):
         return self.rows * self.cols
 
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
-        """Return the owner (the rank that orthogonalizes this matrix) from which `rank` gets the result. If each
-        replica has an owner, it is the owner in the replica of `rank`. Otherwise, it is the only owner."""
+        """Return the owner that orthogonalizes this matrix for `rank`: the one in its replica if each replica has an
+        owner, otherwise the only one."""
         return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
 
 
@@ -173,8 +173,8 @@ class Plan:
                 for spec in self.specs
                 if spec.layout.ranks == ranks
             ]
-            # Indices of matrices and parameters differ between ranks, because a rank's plan can contain parameters that
-            # the rank shares with ranks outside this set.
+            # Number the matrices within this set, because indices in the plan differ between ranks: a rank's plan can
+            # also contain parameters that it shares with ranks outside this set.
             numbers = [n for n, item in enumerate(self.items) if self.specs[item.param].layout.ranks == ranks]
             place = {number: at for at, number in enumerate(numbers)}
             # The digest leaves out local buckets, whose matrices are not exchanged. How a rank divides its matrices

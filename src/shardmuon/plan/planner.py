@@ -34,8 +34,7 @@ from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
 # By default, replicas divide the matrices among themselves. Each replica orthogonalizes all matrices itself only if a
-# step with divided work would take at least `_NO_GAIN` percent as long, and at least `_LATENCIES` inter-node latencies
-# longer.
+# step is then faster by a factor of at least `_NO_GAIN` / 100, and by at least `_LATENCIES` inter-node latencies.
 _NO_GAIN = 102
 _LATENCIES = 3
 # Values that `_cuts` tries for the minimum number of waves. A wave contains a fraction of the matrices that each rank
@@ -47,7 +46,7 @@ _TAILS = (1, 2, 4)
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # key of a matrix: (index of the parameter in the plan, index of the matrix in the parameter)
-_Share = list[Item]  # matrices, such as those of one bucket or of one owner
+_Share = list[Item]  # list of matrices, for example those of one bucket or one owner
 
 
 class _Way(NamedTuple):
@@ -83,8 +82,8 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> _Way:
     """Choose buckets and owners for the matrices that are sharded or replicated over one set of ranks. An owner is a
-    rank that orthogonalizes a matrix. By default, all ranks divide the matrices among themselves. Every replica
-    orthogonalizes all matrices itself instead if this is estimated to save enough time."""
+    rank that orthogonalizes a matrix. All ranks divide the matrices among themselves, unless a step would be clearly
+    faster if every replica orthogonalized all matrices itself."""
     owners = _owners(specs, drafts, ranks, policy.machine)
     shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
     each = _each_for_itself(specs, drafts, policy.machine) if policy.each else {}
@@ -381,9 +380,8 @@ def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> d
 
 
 def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
-    """Count the ranks of a layout in total and per node, where each node has `per_node` ranks. The first replica is
-    assumed to be typical of all replicas, and the ranks that store the first piece are assumed to be typical of all
-    pieces."""
+    """Count the ranks of a layout in total and per node of `per_node` ranks. Only the first replica and the copies of
+    the parameter's first piece are counted. The others are assumed to be alike."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
     replica = [rank for rank in layout.ranks if layout.pieces[rank] and layout.replica_of[rank] == 0]
     on_nodes = (Counter(rank // per_node for rank in ranks).values() for ranks in (replica, first))

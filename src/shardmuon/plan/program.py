@@ -9,10 +9,9 @@ matrices, and wires. A wire is the send or receive buffer of an exchange. All fu
     rank orthogonalizes all matrices, and the wires are empty.
 
 [Note: results in two stages]
-    The owner of a matrix is the rank that orthogonalizes it. For each piece of the matrix, the owner communicates with
-    only one of the ranks that store the piece, if possible a rank of the owner's replica. This rank then sends the
-    results to all other ranks that store the same piece. This second exchange is called the relay. If each replica has
-    an owner, there is no relay.
+    The owner of a matrix is the rank that orthogonalizes it. If several ranks store the same tile, the owner exchanges
+    the tile with only one of them, if possible a rank of the owner's replica. In a second exchange, the relay, this
+    rank sends the result to the others. If each replica has its own owner of the matrix, no relay is needed.
 
     State tensors with values per matrix are sent in the same exchanges. In a rank's section of the wire, state values
     follow the tiles. A rank receives a matrix's state values together with its first tile of the matrix, either from
@@ -167,8 +166,8 @@ class Program:
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
             """Describe an exchange (scatter or relay) as a `Wire`. `before` contains the parts of matrices that this
-            rank receives in the previous exchange, from which it forwards the parts that other ranks need. If `kept` is
-            True, the exchange includes the state values of the Muon variant."""
+            rank receives in the previous exchange, some of which it forwards in this one. If `kept` is True, the
+            exchange includes the state values of the Muon variant."""
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -192,8 +191,7 @@ class Program:
 
 
 _Phase = Literal["scatter", "relay"]
-# Dict from a tuple (phase, True for sending or False for receiving, rank at the other end) to the parts of results that
-# a rank sends or receives.
+# Maps (phase, is_send, peer rank) to the parts of results that a rank sends to the peer or receives from it.
 _Ways = defaultdict[tuple[_Phase, bool, int], list[Load]]
 
 
@@ -218,9 +216,9 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
 
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, Load]]:
-    """Yield (phase, sender, receiver, part) for each part of an orthogonalized matrix that `rank` sends or receives. A
-    part is a `Load` without a place. A rank that orthogonalizes the matrix is both sender and receiver of the parts
-    that it stores. Tuples in which `rank` is neither may also be yielded; the caller must skip them."""
+    """Yield (phase, sender, receiver, part) for each part of an orthogonalized matrix that `rank` sends or receives.
+    Other parts may be yielded as well; the caller must skip them. A part is a `Load` without a place. A rank that
+    orthogonalizes the matrix is both sender and receiver of the parts that it stores."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles

@@ -278,8 +278,8 @@ def _matched_lr(updates: Sequence[tuple[int, int, float]]) -> float:
     """
     total = sum(rows * cols for rows, cols, _ in updates)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in updates)
-    # AdamW's updates have a root mean square of 0.2 times AdamW's lr (see docs/learning_rate.md). The result is rounded
-    # to six digits, so that a result that should be 1 becomes exactly 1 despite rounding errors.
+    # AdamW's updates have a root mean square of 0.2 times AdamW's lr (see docs/learning_rate.md). Rounding to six
+    # digits removes rounding errors, so that a multiple of 1 is exact.
     return float(f"{math.sqrt(squares / total) / 0.2:.6g}") if total else 1.0
 
 
@@ -521,7 +521,7 @@ def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
 
 def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
     """Call the methods named in `hooks` on every module that has them. Return a dict from parameter id to the name of
-    the method that returned the parameter or a module with this parameter. A result of None has the key `id(None)`."""
+    the method that returned the parameter or a module with it. If a method returned None, `id(None)` is also a key."""
     found: dict[int, str] = {}
     for module in model.modules():
         for hook in hooks:
@@ -598,14 +598,14 @@ class _Blocks:
 
 def _find_experts(weights: Sequence[_RoutedParam]) -> None:
     """Find routers, the matrices that choose among experts, and change their roles to "router". A stack of matrices
-    that was recognized only by its shape gets the role "matrices" if a router confirms that the stack contains experts.
+    that was recognized only by its shape gets the role "matrices" if a router confirms that it contains experts.
 
     A router has one row per expert and the same input width as the experts. Its module is a sibling of the experts or
     of a module that contains the experts. The experts are either a stack of shape (E, M, N) or a list of E modules. The
-    modules must contain only linear layers, which excludes lists of transformer blocks, because these also have norms.
+    modules must contain only linear layers, unlike transformer blocks, which also have norms.
 
-    All stacks of a module are confirmed together, based on the first stack with a matrix dim as large as the router's
-    input width. They are confirmed only if this is the last dim, which indexes inputs.
+    One stack decides for all stacks of a module: the first with a matrix dim as large as the router's input width. If
+    this is the last dim, which indexes inputs, all of them are confirmed.
     """
     stacks = [w for w in weights if w.role.use_muon and w.role.view.get("view") == "stack"]
     for w in weights:
@@ -625,8 +625,8 @@ def _find_experts(weights: Sequence[_RoutedParam]) -> None:
 
 
 def _beside(weight: _RoutedParam) -> Iterator[nn.Module]:
-    """Yield the three nearest ancestors of the module that contains a weight, and those children of each ancestor that
-    do not contain the weight."""
+    """Yield each of the three nearest ancestors of the module that contains a weight, followed by the ancestor's
+    children that do not contain the weight."""
     for place in weight.places:
         for below, module in place.owners[1:4]:
             yield module
@@ -676,8 +676,8 @@ _DOUBTS = {
 
 
 def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[str]:
-    """Make warnings about parameters whose optimizer was chosen by their shape alone. Similar parameters share one
-    warning.
+    """Return warnings about parameters whose optimizer was chosen by their shape alone, one for each group of similar
+    parameters.
 
     Args:
         weights: All parameters of the model.
@@ -702,8 +702,8 @@ def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[
 
 def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool:
     """True if a (1, M, N) parameter is certainly a table, such as position embeddings, and not the matrix of a single
-    expert. Two conditions must be met: N is the width of a norm in the model, and no other parameter of shape (1, ...,
-    ...) in the same module has a shape that allows a matrix product with this parameter."""
+    expert. Two conditions must be met: N is the width of a norm in the model, and the parameter's shape allows no
+    matrix product with another (1, ..., ...) parameter of the same module."""
     widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
     if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
         return False

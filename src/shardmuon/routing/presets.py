@@ -68,7 +68,7 @@ class Role:
 
     @property
     def use_muon(self) -> bool:
-        """True if the parameter is assigned to Muon by default, because it consists of one or more matrices that map
+        """True if Muon updates the parameter by default. Such a parameter consists of one or more matrices that map
         inputs to outputs."""
         return self.kind in ("linear", "matrices", "bare", "stack")
 
@@ -94,8 +94,8 @@ class Role:
                     if preset.kind in ("matrices", "linear"):
                         matrix_view(shape, **view)
                 except (AttributeError, LookupError, TypeError, ValueError):
-                    # An error in the preset's `view` function or in `matrix_view` means that the module's class comes
-                    # from a different version of the library, or is an unrelated class with the same name.
+                    # The module's class comes from another version of the library, or only has the same name, so skip
+                    # the preset.
                     continue
                 inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
                 return cls(preset.kind, preset.what, view, inputs, preset.decays)

@@ -143,8 +143,8 @@ class Placed:
                 f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
                 "shape is unknown. Build the groups before wrapping the model",
             )
-        # The parameters of a Megatron layer are not sharded if, for example, its `output_size` equals its
-        # `output_size_per_partition`.
+        # A Megatron layer is not sharded if each attribute such as `output_size_per_partition` equals the one without
+        # the suffix.
         parts = [(key, size) for key, size in vars(module).items() if key.endswith("_per_partition")]
         is_whole = bool(parts) and all(
             getattr(module, key.removesuffix("_per_partition"), None) == size for key, size in parts
@@ -228,7 +228,7 @@ def _convolution(place: Place, shape: Ints) -> Role:
 
     The weight of a transposed convolution has the shape (in, out/groups, k...). Flattened, it is the transpose of the
     matrix that maps the features at one position to the output patch. This matters only for learning-rate scales that
-    distinguish rows from columns. To get the scales of the untransposed matrix, set `transposed=True`.
+    distinguish rows from columns. To get the scales of that matrix itself, set `transposed=True`.
     """
     module: Any = place.module
     groups: int = module.groups

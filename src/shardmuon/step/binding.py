@@ -84,8 +84,8 @@ class Binding(Agreed):
             keyed by the set of ranks over which the parameters are sharded or replicated.
         elsewhere: Indices of the parameters in `lacking` that have no elements on this rank.
         alike: Dict from a set of ranks to the indices of the parameters whose `Proposal.said` must be equal on these
-            ranks: all ranks over which the parameter is sharded or replicated or, for a parameter in `lacking`, those
-            that store elements of it.
+            ranks. They are all ranks over which the parameter is sharded or replicated. For a parameter in `lacking`,
+            they are only those that store elements of it.
         bits: Dict from the index of each parameter in `lacking` to the position of its bit in the vote before a step.
             The bit shows whether any rank has the parameter's gradient.
         num_bits: Number of these bits: one for each parameter that is in `lacking` on any voting rank.
@@ -137,8 +137,8 @@ class Binding(Agreed):
         )
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
-        """Assign a bit of the vote to each parameter in `lacking`. The gradient of such a parameter can be missing on
-        ranks that store none of its elements. No two parameters of the ranks that vote together share a bit.
+        """Assign a bit of the vote to each parameter in `lacking`. Different parameters get different bits, even if
+        they are stored on different ranks.
 
         Args:
             everyone: One dict per rank. It maps a set of ranks to the number of parameters in `lacking` that are

@@ -271,10 +271,9 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
         if settings.stages:
             fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
             after = tuple(stage for stage in settings.stages if isinstance(stage, AfterStage))
-            # With `overwrite`, `orthogonalize` returns the dtype of the matrix products if it processes all matrices at
-            # once, and the dtype of its input otherwise. The number of matrices depends on the layout, but the stages
-            # after the orthogonalization must get the same dtype with any layout. So `overwrite` is True only if the
-            # two dtypes are equal or no stages follow.
+            # With `overwrite`, the result has the dtype of the matrix products if it is computed in a single batch, and
+            # the dtype of `fed` otherwise. The number of batches depends on the layout, but the stages that follow must
+            # get the same dtype with any layout. So if stages follow, `overwrite` requires equal dtypes.
             overwrite = fed.dtype == choice.dtype or not after
         out = orthogonalize(
             fed,

@@ -82,8 +82,8 @@ class Run:
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the initial weights of the reference model. Their dtype is `self.steps`, or that of `full` if
-        `self.steps` is None."""
+        """Return the initial weights of the reference model: the tensors in `full`, converted to the dtype `self.steps`
+        unless it is None."""
         return {name: t.to(self.steps or t.dtype) for name, t in full.items()}
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -217,7 +217,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             if not self._ranks:
                 self._start()
                 started = f"the start of {self.world_size} {self.backend} ranks"
-                # the time limit is 180 seconds, because the fork server imports torch before it forks the ranks
+                # a long time limit, because the fork server imports torch before it forks the ranks
                 self._receive(started, 180.0, _GRACE, catching=False)
             message = pickle.dumps((list(sys.path), call))
             for _, pipe in self._ranks:
@@ -323,7 +323,7 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
     gc.freeze()
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in numbers.items()})
-    # A terminal sends Ctrl-C to all processes, but only the parent must handle Ctrl-C.
+    # A terminal sends Ctrl-C to all processes, but only the parent should handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     calls: SimpleQueue[bytes] = SimpleQueue()
     sending = threading.Lock()

@@ -126,8 +126,8 @@ class Engine:
 
     Attributes:
         believes_placements: True if the local storage must match the tensor's placements on a mesh. `Claim.form` then
-            consists of the shape and an `OnMesh`, and `kept_zeros` shards the state tensor of a stack of matrices along
-            dim 0 like the stack.
+            consists of the shape and an `OnMesh`. If a stack of matrices is sharded along dim 0, `kept_zeros` shards
+            its state tensor in the same way.
         plain_shards: True if the tensors are plain tensors that contain shards of larger tensors. A checkpoint must
             then compute the positions of the shards.
     """
@@ -191,8 +191,8 @@ class Engine:
         return shape, {rank: whole if extent.held is None else extent.held for rank, extent in extents.items()}
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
-        """List the process groups in the options of the parameter group. Subclasses add process groups from the
-        parameter's own attributes. Each item is a `GroupRef`, a process group or None."""
+        """List the process groups of ranks that share the parameter: those in the options of `group` and, in
+        subclasses, those in the parameter's attributes. Each item is a `GroupRef`, a process group or None."""
         return [GroupRef.of(group.get("process_group")), GroupRef.of(group.get("tp_group"), "tp_group")]
 
     def shape(self, param: Tensor) -> Ints:

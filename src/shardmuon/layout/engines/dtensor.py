@@ -1,8 +1,7 @@
 """Engine for DTensors, as created by FSDP2, HSDP, tensor parallelism, expert parallelism and their combinations.
 
 Only this file uses the private DTensor names that a step needs (`_local_tensor`, `_spec`, `DTensorSpec`), as defined in
-torch 2.11 to 2.13. Private names are used for speed: reading a public property takes five times as long on a DTensor as
-on a plain tensor.
+torch 2.11 to 2.13. Public properties would be slow: they take five times as long to read as those of a plain tensor.
 
 torch.distributed.tensor is imported only when the first DTensor appears, because importing it takes longer than
 importing torch itself.
