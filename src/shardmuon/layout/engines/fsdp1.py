@@ -104,6 +104,9 @@ class UnitPlace(NamedTuple):
                 _note(unit, handle, handle.flat_param)
 
 
+_MEMORY_ORDER = (
+    "FSDP1 has flattened it in the order of its memory, which was not contiguous (make it contiguous before wrapping)"
+)
 _PLACES: Any = WeakTensorKeyDictionary()  # dict from each parameter to its location in an FSDP1 unit
 
 
@@ -115,7 +118,7 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
     home = handle.device if handle._offload_params and handle.device.type != "cpu" else None
     columns = flat._params, flat._shard_param_infos, flat._shapes, flat._contiguities, flat._param_extensions
     for number, (param, here, shape, contiguous, extension) in enumerate(zip(*columns, strict=True)):
-        fault = None if contiguous else "FSDP1 has flattened it in the order of its memory, which was not contiguous"
+        fault = None if contiguous else _MEMORY_ORDER
         if extension is not None:
             fault = "it is a DTensor (tensor parallelism) inside FSDP1"
         start, numel = int(here.intra_param_start_idx or 0), int(here.numel_in_shard or 0)
@@ -154,10 +157,7 @@ class FSDP1Engine(FlatEngine):
                 "elements. Step after backward(), and outside of summon_full_params()"
             )
         if group["use_muon"] and place.fault is not None:
-            raise ValueError(
-                f"{place.fault}. Make it contiguous before wrapping, shard with fully_shard (FSDP2), or put it in a "
-                "group with use_muon=False"
-            )
+            raise ValueError(f"{place.fault}. Shard with fully_shard (FSDP2), or put it in a group with use_muon=False")
         if group["use_muon"] and is_marked(param):
             raise ValueError(
                 "it is marked as a tensor-parallel shard (tensor_model_parallel, partition_dim), and FSDP1 has "
