@@ -1,9 +1,9 @@
 """Accuracy of the audit: false alarms in correct ("healthy") steps, and planted faults that it identifies.
 
-A healthy step is random in all respects: the number and shapes of the matrices, the spectrum and scale of the
+A healthy step is random in most respects: the number and shapes of the matrices, the spectrum and scale of the
 gradients, the momentum options, the weight decay, the Newton-Schulz method, its coefficients and the dtype of the
-weights. Half of the steps use a Muon variant. Matrices of the same shape run as one batch in the step and one by one in
-the audit. The planted faults are defined in tests/planted.py.
+weights. At least half of the steps use a Muon variant. Matrices of the same shape run as one batch in the step and one
+by one in the audit. The planted faults are defined in tests/planted.py.
 
 `--steps 1567 --rows` audits 4,701 healthy steps and plants no faults. It takes about five minutes on one core.
 """
@@ -25,8 +25,9 @@ from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
 
 def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[list[str], dict[str, Any]]:
-    """Audit random steps without faults. Return the lines of a table with one row per dtype, and a dict from each dtype
-    to a dict: "findings" is a list of texts, "matrices" and "inconclusive" are counts."""
+    """Audit `steps` random fault-free steps per dtype. Return the lines of a table with one row per dtype, and a dict
+    from each dtype to a dict with the same results: the findings as strings, the number of matrices, and the number of
+    matrices with the status "inconclusive"."""
     lines = ["| products | healthy steps | matrices | findings | rows `inconclusive` |", "|---|---|---|---|---|"]
     data: dict[str, Any] = {}
     for dtype in DTYPES:

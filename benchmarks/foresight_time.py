@@ -3,8 +3,8 @@
 The hardware file should describe this machine. The matrices have sizes that its tables do not contain. Steps of the
 default `Muon` are timed on the slowest rank, from one barrier to the next. The script compares the lower quartile of
 these times with the middle of the predicted interval, and counts how often the quartile lies inside the interval. It
-uses the lower quartile because other work on the machine can only add time. The script takes six minutes on 2 cores.
-Run nothing else on the machine meanwhile.
+uses the lower quartile because other work on the machine can only add time, and because the middle values in `cpu-gloo`
+are lower quartiles too. The script takes six minutes on 2 cores. Run nothing else on the machine meanwhile.
 
     python benchmarks/foresight_time.py --hardware cpu-gloo    # on 2 cores with AVX-512 and bf16
     python benchmarks/foresight_time.py --device cuda --ranks 1 --hardware h100

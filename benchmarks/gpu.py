@@ -1,4 +1,4 @@
-"""Step time, number of kernels and peak memory, compared with torch.optim.Muon and, if installed, dion.
+"""Step time, number of kernels and peak memory on one device, compared with torch.optim.Muon and, if installed, dion.
 
 make gpu                                                       # runs tests/test_gpu.py first: correctness before speed
 make gpu GPU="--sizes 768x4"

@@ -1,11 +1,12 @@
-"""Overhead of an optimizer step, apart from its arithmetic, for shardmuon and torch, on many tiny matrices.
+"""Overhead of optimizer steps in shardmuon and torch. It is measured with many matrices of size 8 x 16, which are so
+small that their arithmetic takes little time.
 
-The matrices are 8 x 16, and each rank uses one thread. In one process, the script times a step of `Muon`, of
-torch.optim.Muon and of fused AdamW with 600 matrices. It also times a step of `Muon` with 4,000 matrices, to show that
-the time grows only in proportion to their number. On two ranks, with 600 DTensors sharded by rows, it times a step of
-`Muon`, and shardmuon's and torch's `clip_grad_norm_`. In fresh processes, it measures the processor time of
-`import shardmuon` after `import torch`. Results are medians of all rounds. Compare ratios, not single times. The script
-runs for a minute.
+- One process: a step of `Muon`, torch.optim.Muon and fused AdamW with 600 matrices, and a step of `Muon` with 4,000
+  matrices. The time of a step should grow at most in proportion to the number of matrices.
+- Two ranks: a step of `Muon` with 600 DTensors sharded by rows, and shardmuon's and torch's `clip_grad_norm_`.
+- Fresh processes: the CPU time of `import shardmuon` after `import torch`.
+
+Each rank uses one thread. Results are medians. Compare ratios, not absolute times. The script takes about a minute.
 
     python benchmarks/overhead.py --rounds 25
 """

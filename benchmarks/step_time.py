@@ -127,7 +127,7 @@ def muon_fsdp2(params: list[nn.Parameter], group: Any) -> Any:
 
 def dtensor_muon(params: list[nn.Parameter], group: Any) -> Any:
     chosen = importlib.import_module("dtensor_muon.orthogonalize.orthogonalize")
-    pick = chosen._get_orthogonalization_fn  # replaces dtensor-muon's default kernel, which needs CUDA
+    pick = chosen._get_orthogonalization_fn  # wrapped to avoid dtensor-muon's default kernel, which needs CUDA
     if not getattr(pick, "on_cpu", False):
         plain = lambda strategy, _: pick(strategy, False)  # noqa: E731
         plain.on_cpu = True  # type: ignore[attr-defined]

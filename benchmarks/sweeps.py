@@ -19,7 +19,7 @@ class Sweep:
         self, path: Path, setting: dict[str, Any], seeds: int, run: Callable[[str, float, int], float]
     ) -> None:
         """Load the losses saved in `path`. `setting` holds the options that all runs share. `run` is a function
-        (name, lr, seed) -> loss."""
+        (name, lr, seed) -> held-out loss."""
         self._path, self._setting, self._seeds, self._run = path, setting, seeds, run
         self.runs: dict[str, float] = {}
         if path.exists():

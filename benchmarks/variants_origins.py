@@ -58,7 +58,7 @@ class Case(NamedTuple):
         source: The part of the origin that is run, and its version.
         theirs: A function from a parameter to the origin's optimizer, an object with a `step` method.
         ours: Options of `Muon` that match the origin's settings. An option can be a function of the matrix's shape.
-        without: Variants that each lack one stage of `variant`. The value None stands for plain Muon.
+        without: Variants that each lack at least one stage of `variant`. The value None stands for plain Muon.
         another_rule: A function that returns True for shapes on which the origin follows a different rule.
         remark: A note on behaviour of the origin that does not follow from its settings.
     """

@@ -68,7 +68,8 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 
 def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
-    """Build weights in the given layout, set gradients, and return the contender's optimizer for them."""
+    """Build weights in the given layout, on the kind of device given to `meshes_on`. Set gradients, and return the
+    contender's optimizer for the weights."""
     case, world = LAYOUTS[layout], dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(s, generator=generator) * 0.02 for s in [*shapes(d, layers), (4096, d)]]

@@ -25,7 +25,8 @@ from shardmuon import Muon
 
 
 def train(folder: str, resume: str | None = None, fsdp: FullyShardedDataParallelPlugin | None = None) -> nn.Module:
-    accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=fsdp)  # first: it sets up torch.distributed
+    # Create the Accelerator first, because it initializes torch.distributed.
+    accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=fsdp)
     model = Net()
     optimizer = Muon(model, lr=0.03, adamw_lr=3e-3, process_group=torch.distributed.group.WORLD)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 40)

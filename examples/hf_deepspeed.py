@@ -23,8 +23,9 @@ DEEPSPEED = {
     "zero_optimization": {"stage": 2},
     "gradient_clipping": "auto",
     "train_micro_batch_size_per_gpu": "auto",
-    "zero_allow_untested_optimizer": True,  # no "optimizer" in here, and these two:
-    "zero_force_ds_cpu_optimizer": False,  # the optimizer is not DeepSpeed's own
+    # The config must not have an "optimizer" section. The next two settings allow optimizers that are not DeepSpeed's.
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
 }
 
 

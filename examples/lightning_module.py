@@ -28,7 +28,7 @@ class LitModel(lightning.LightningModule):
         self.net = Net()
 
     def configure_model(self) -> None:
-        if self.device_mesh is not None:  # ModelParallelStrategy
+        if self.device_mesh is not None:  # set by ModelParallelStrategy
             for block in (*self.net.blocks, self.net):
                 fully_shard(block, mesh=self.device_mesh["data_parallel"])
 

@@ -22,7 +22,7 @@ from shardmuon import Muon
 
 
 def train(folder: str, resume: str | None = None) -> nn.Module:
-    if "RANK" in os.environ:  # torchrun
+    if "RANK" in os.environ:  # set by torchrun
         torch.distributed.init_process_group("gloo")
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
     spared = model.no_weight_decay() & {name for name, _ in model.named_parameters()}

@@ -24,8 +24,9 @@ OPTIMIZER = MuonOptimizers.Config(options={"lr": 0.03, "adamw_lr": 3e-3, "weight
 
 
 def train(folder: str, resume: str | None = None) -> nn.Module:
+    # torchtitan's Trainer needs only `OPTIMIZER`, and does everything in this function itself.
     model = sharded(Net())
-    optimizers = OPTIMIZER.build(model_parts=[model])  # torchtitan's Trainer does all of this by itself
+    optimizers = OPTIMIZER.build(model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=6)
     first = 0
     if resume is not None:

@@ -50,7 +50,7 @@ BAD_OPENING = re.compile(
     r"|i|it|its|she|that|their|them|they|this|these|those|we|you|your)\b",
     re.IGNORECASE,
 )
-# Parts of the package that no training step needs. Row 4 leaves them out.
+# Parts of the package of which a training step needs little or nothing. Row 4 leaves them out.
 APART = ("price/", "foresight/", "auditing/", "testing/", "commands/")
 
 

@@ -131,8 +131,8 @@ def _is_none(node: ast.AST) -> bool:
 
 
 def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
-    """Yield the syntax-tree nodes in function bodies, except those in docstrings, annotations, assertions, f-strings
-    and raise statements. A raise statement itself is included."""
+    """Yield the syntax-tree nodes in function bodies, except those in docstrings, annotations, parameter lists,
+    assertions, f-strings, and yield and raise statements. A raise statement itself is included."""
     for child in ast.iter_child_nodes(tree):
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
         text = isinstance(child, ast.Expr) and isinstance(child.value, (ast.Constant, ast.Yield, ast.YieldFrom))

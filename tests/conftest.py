@@ -44,8 +44,8 @@ NUMERIC = {
     "test_schedules",
 }
 
-# Only tests in the FRAMEWORKS modules and tests with DeepSpeed pools need a framework, such as DeepSpeed, on their
-# ranks. They run in a separate process, so that no other test process has to import a framework.
+# Most tests that need a framework, such as DeepSpeed, on their ranks are in the FRAMEWORKS modules or use DeepSpeed
+# pools. These tests run in a separate process, so that the other test processes need not preload the frameworks.
 FRAMEWORKS = ("test_deepspeed", "test_foresight_frameworks", "test_megatron")
 
 

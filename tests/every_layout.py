@@ -51,8 +51,8 @@ class Planned:
     Attributes:
         counted: Numbers of exchanges, of bytes sent and of orthogonalized matrices, as counted by
             `BucketCount.of_plan`.
-        sides: Bytes sent and bytes received, each as a pair (within a node, between nodes). The ranks are assumed to be
-            split evenly over two nodes.
+        sides: Bytes sent and bytes received, each as a pair (within a node, between nodes). Each node is assumed to
+            have half of the ranks, rounded down.
         messages: Number of messages that this rank sends to other ranks in all exchanges.
         digests: Digests of the plan in hex, keyed by the set of ranks that share the digest.
     """

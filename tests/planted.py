@@ -379,7 +379,8 @@ class Fault:
     # Findings that an audit may report in addition to `names`, for example because they depend on which rank
     # orthogonalizes a matrix.
     also: set[str] = field(default_factory=set)
-    # True if only a bitwise audit with the matmul dtype in `options` finds the fault.
+    # If True, the audit finds the fault only in bitwise comparisons, or only with the matmul dtype in `options`, so no
+    # other matmul dtype is tested.
     exact: bool = False
     samples: int = 8
     dtype: torch.dtype = torch.float32

@@ -23,7 +23,7 @@ class ScheduleCase(NamedTuple):
             values are between 0.01 and 1.
         slope: Slope of the iteration at zero: the product of the linear coefficients of all steps.
         errors: For each matrix of `spectra.SPECTRA`, an upper bound on the relative distance (in the Frobenius norm)
-            between the result of exact steps and the polar factor.
+            between the result of exact steps and the polar factor. Tests add a bound for rounding errors.
         restarts: Number of restarts of the Gram form in fp16 and in fp32. For fp16, a tuple can instead list the
             indices of the steps before which the Gram form restarts.
     """

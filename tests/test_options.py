@@ -273,7 +273,8 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
     # `found` and `plain` are differences of stored weights, divided by the lr of 1/2, so the tolerance must cover the
-    # rounding of the weights. Initial weights are at most 4 in magnitude.
+    # rounding of the weights. Initial weights are at most 4 in magnitude. The other roundings are multiplications and
+    # divisions by the lr and the scale.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 

@@ -782,6 +782,6 @@ class Muon(Core, Optimizer):
         return {**state, **own, "param_groups": groups}
 
 
-# Attributes that copies and pickles contain. After unpickling in another process, `component` (the ranks of the last
-# vote) is ignored, because `world` does not match there.
+# Attributes that copies and pickles contain. `component` contains the ranks of the last vote. It is valid only under
+# the default process group that `world` identifies, so it is ignored after unpickling in another process.
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

@@ -285,8 +285,8 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
     world4: RankPool, world2: RankPool, tmp_path: Path
 ) -> None:
     world4.run(_saved_by, str(tmp_path))
-    # The checkpoints were saved on 4 ranks. On 2 ranks, each kind of model loads the checkpoints of all kinds. On 4
-    # ranks, each kind loads only the checkpoint of one other kind.
+    # The checkpoints were saved on 4 ranks. On 2 ranks, each kind of model loads the checkpoints of all kinds, which
+    # shows that the checkpoints are sound. On 4 ranks, each kind therefore loads only that of one other kind.
     assert [
         *world2.run(_loaded_by, str(tmp_path), [*itertools.product(KINDS, KINDS)]),
         *world4.run(_loaded_by, str(tmp_path), [*zip(KINDS, KINDS[1:] + KINDS[:1], strict=True)]),

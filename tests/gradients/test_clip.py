@@ -177,7 +177,7 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    # The exponent 1 / 20, the 20th root and the expected value are rounded. The sum 2^10 is exact.
+    # The exponent 1 / 20, the 20th root and the expected value are rounded. The sum of powers is exact.
     assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 

@@ -1,5 +1,5 @@
-"""Tests that shardmuon derives from DTensor placements exactly the elements that torch's FSDP2 and tensor parallelism
-store on each rank."""
+"""Tests of how shardmuon reads DTensor placements: the elements that it derives from them must be exactly those that
+torch's FSDP2 and tensor parallelism store on each rank."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
     """Local shards whose shapes contradict the placements must cause an error. In the first case, the mesh axes shard
-    13 rows from left to right, but the split factor in the placements says that they shard from right to left."""
+    13 rows from left to right, as in torch's `distribute_tensor`, but the split factor in the placements says that they
+    shard from right to left."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]
     left_to_right = [(len(shares[dp][tp]), 3) for dp in range(3) for tp in range(2)]

@@ -53,8 +53,8 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = flops(method, m, n, coefficients, dtype, device)
-    # On fp16 hardware, a local restart of the Gram form splits each fp32 operand into two fp16 matrices, so each of its
-    # matmuls becomes two. Emulated fp16 does not split them and therefore takes fewer FLOPs than estimated.
+    # A local restart of the Gram form splits each fp32 operand into two fp16 matrices, even if fp16 is emulated, so
+    # each matmul with such an operand becomes two.
     if method == "gram" and dtype == FP16:
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:

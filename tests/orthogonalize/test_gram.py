@@ -75,7 +75,8 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int) -> 
 
 def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor, num_terms: int) -> None:
     """Assert that two matrix products are equal within rounding. Each element is a sum of `num_terms` terms, whose
-    magnitudes add up to `sizes`."""
+    magnitudes add up to `sizes`. Each of the two computations rounds a term at most `num_terms` times, then in two
+    scalings and in the sum of two matrices."""
     assert_rounded(found, wanted, roundings=2 * (num_terms + 3), scale=sizes)
 
 

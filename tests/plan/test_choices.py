@@ -130,7 +130,7 @@ def _num_owners(made: Plan) -> int:
 
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
     """Each of four ranks stores eight experts, and one rank also orthogonalizes a dense matrix. Other ranks of its node
-    must take over some of its experts, unless a post-processing stage (such as NorMuon) keeps state for each expert,
+    must take over its experts, unless a post-processing stage (such as NorMuon) keeps state for each expert,
     which would have to be sent as well. An expert that is a rank's only work must stay on that rank."""
     experts = sharded(matrix_view((32, 48, 32), view="stack"), [range(4)], 0)
     dense = spec("dense", sharded(matrix_view((96, 32)), [range(4)], 0))._replace(costs=(12 * 10**9,))

@@ -137,9 +137,9 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Clip twice in the case `what`: with different arguments on rank 2, with a lost `Scaler` (QK-clip's object that
-    scales weights), or with a replaced weight. Return this rank's error messages. Afterwards, a call with equal
-    arguments on all ranks must succeed."""
+    """Clip twice in the case `what`: with different arguments or a lost `Scaler` (QK-clip's object that scales weights)
+    on rank 2, with a replaced weight, or with wrong arguments on all ranks. Return this rank's error messages.
+    Afterwards, a call with equal arguments on all ranks must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
     _both_clip(job, twin, 0, **beyond)

@@ -249,7 +249,7 @@ def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int
 # Upper limits on the kernel launches of a steady-state step, keyed by method and number of ranks, for 48 matrices and
 # 50 vectors at d = 768.
 # - With the method "standard", a batch takes 15 matmuls, 6 launches to normalize (5 for a single matrix), 1 to pad the
-#   batch and 1 to write its result.
+#   batch if it is not full, and 1 to write its result.
 # - With the method "gram", a batch takes about 47 launches. Half of them are for fp16 matmuls with an fp32 operand,
 #   which is split into two fp16 matrices.
 # - Batches are padded to the size of 4 matrices. A single rank has 16 batches. The first of 8 ranks has 4 or 5, each
@@ -262,7 +262,7 @@ BUDGETS = {
     ("standard", 1): 399,
     ("gram", 8): 182,
     ("gram", 1): 791,
-    ("auto", 8): 168,  # method="auto" picks the Gram form only for shapes where it takes fewer FLOPs.
+    ("auto", 8): 168,  # "auto" picks the Gram form if it takes less than 3/4 of the FLOPs of "standard"
     ("auto", 1): 747,
 }
 

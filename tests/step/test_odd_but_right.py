@@ -156,7 +156,9 @@ def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: st
     these gradients.
 
     Gradients with Partial placements are summed exactly, because all ranks have equal terms and the number of ranks is
-    a power of two. At the end, an AdamW parameter must be updated on exactly those ranks that have a gradient for it.
+    a power of two. With the kind "on its way", the gradients' redistribution is still in progress when the step starts,
+    and the step runs under another default device. At the end, an AdamW parameter must be updated on exactly those
+    ranks that have a gradient for it.
     """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))

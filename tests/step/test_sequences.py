@@ -169,7 +169,7 @@ class Sequence:
         return True.
 
         Pass anew=True for events that create a new optimizer. In the layout "chain", they must happen on all ranks,
-        because a new optimizer knows only the ranks with which it shares parameters.
+        because before its first vote, a new optimizer knows only the ranks with which it shares matrices.
         """
         drawn = self.chance.sample(range(4), self.chance.randrange(1, 5))
         return self.rank in drawn or self.layout == "alone" or (anew and self.layout == "chain")
@@ -344,7 +344,7 @@ class Sequence:
         old, both = self.job.groups, (self.job.model, self.job.optimizer)
         self.job.model, self.job.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.job.replace(dict(self.job.model.named_parameters()))
-        # Copies store a `GroupRef` instead of a process group, so put the process groups back.
+        # Give the copies the same `GroupRef` objects as the originals.
         for mine, theirs in zip(self.job.groups, old, strict=True):
             mine["process_group"] = theirs["process_group"]
 

@@ -17,7 +17,8 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, ParamCase
 from shardmuon.testing.pool import RankPool
 
-# One parameter for each way of storing matrices. The others in PARAMS would test nothing new.
+# One parameter for each way of storing matrices. The others in PARAMS would test nothing new, because stages see only
+# matrices and their rows or columns.
 SEVERAL = ("few_rows", "tall", "odd_experts", "qkv", "one_col", "columns", "in_out_gate_up", "one_row")
 
 

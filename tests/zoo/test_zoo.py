@@ -112,8 +112,8 @@ def one_patch(model: Any) -> Any:
 
 
 # With a single token, the softmax of the attention is always 1, so the gradients of q and k are zero up to rounding.
-# Each row gives a fused weight, a function that runs the model on a single token, and for each part of the weight,
-# whether its gradient must be zero.
+# The gradients of other parts are nonzero. Each row gives a fused weight, a function that runs the model or one
+# attention module on a single token, and for each part of the weight, whether its gradient must be zero.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
     "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),

@@ -300,7 +300,8 @@ class _Evidence:
 
         Along every singular vector, the rounding error is assumed to be at least one spacing of the largest weight. If
         the Muon variant stores fp32 values, it is also assumed to be at least one fp32 eps times the largest length of
-        the result along a singular vector, because rounding of stored values can change the scale of the result.
+        the result along a singular vector: up to four roundings change a stored value by up to two eps, and its square
+        root, which scales a row or column of the result, by up to one eps.
         """
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
@@ -555,8 +556,8 @@ def _judge_update(e: _Evidence) -> None:
 
 
 def _along(update: Tensor, expected: Tensor) -> float:
-    """Compute the length of `update` in the direction of `expected`, relative to the length of `expected`. Rounding
-    errors have no common direction, so they hardly change this length."""
+    """Return the factor r for which r * `expected` is the projection of `update` onto `expected`, or 1 if `expected` is
+    zero. Rounding errors have no common direction, so they hardly change r."""
     energy = float(expected.square().sum())
     return float((update * expected).sum()) / energy if energy else 1.0
 

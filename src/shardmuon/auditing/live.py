@@ -6,18 +6,18 @@ on all ranks.
     through other ranks, form a component.
 
     Before the step, all ranks of a component rebuild the layout table, which lists the ranks that store each part of
-    each Muon parameter. Then each set of ranks that store parts of the same parameters runs one gather, small sets
-    first. In this gather, the ranks agree on the matrices that all of them could read. After the step, each sampled
-    matrix is assembled in one exchange between the ranks that store its parts. Then the ranks of each set gather hashes
-    of their replicas. Finally, all ranks of the component share their findings.
+    each Muon parameter. The same code also built the table for the plan. Then each set of ranks that store parts of the
+    same parameters runs one gather, small sets first. In this gather, the ranks agree on the matrices that all of them
+    could read. After the step, each sampled matrix is assembled in one exchange between the ranks that store its parts.
+    Then the ranks of each set gather hashes of their replicas. Finally, all ranks of the component share their
+    findings.
 
     An exception that can occur on a single rank is caught and reported as a finding, so that the rank still takes part
     in every collective.
 
 [Note: whole matrices]
     A whole matrix is assembled from the shards on all ranks that store a part of it. The assembly uses the rebuilt
-    layout table, but neither the plan nor the code that executes the plan, so that it reveals faults in either of
-    them.
+    layout table, but neither the plan nor the code that executes the plan, so that it reveals faults in either.
 
     A matrix consists of the elements of the global tensor at certain indices in each dim. The row-major position of an
     element in the matrix is a sum with one term per dim, and each term depends only on the index in its dim. So the
@@ -400,7 +400,7 @@ class _Part(NamedTuple):
 
 
 def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
-    """Find the elements of matrix `number` in `held`, the pieces of the parameter that a rank stores."""
+    """Find the elements of matrix `number` in `held`, pieces of the parameter that a rank stores."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
         box = piece if isinstance(piece, Box) else piece.box or Box((0,) * len(view.shape), view.shape)

@@ -131,7 +131,10 @@ class Arithmetic:
         nudged: bool = False,
     ) -> Tensor:  # (B, rows, cols) fp64
         """Orthogonalize whole matrices in the arithmetic of the audited step. The result is rounded to the dtype
-        `wire`, unless the Muon variant adds an operation that runs on the result before ranks send it."""
+        `wire`, unless the Muon variant adds an operation that runs on the result before ranks send it.
+
+        A batch takes hardly longer than a single matrix, which would be padded to a batch, and each matrix has the same
+        bits in both."""
         s, c = self.settings, self.choice
         # Ranks send the orthogonalizer's input in the dtype `wire`. Operations that a Muon variant runs before the
         # orthogonalizer are applied after this exchange, so their results are not rounded to `wire`.
@@ -305,8 +308,8 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Compute the factor by which each singular value of the normalized matrix changes if the matrix is divided by
-        `longer` and all Newton-Schulz steps are applied to it."""
+        """Compute the factor by which the Newton-Schulz steps together multiply each singular value in `sigmas`. If
+        `longer` is not 1, the normalized matrix is first divided by `longer`, and the factor includes this division."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()

@@ -20,16 +20,16 @@ ranks raise an error.
     ranks compute the same number and stop after that many rounds.
 
 [Note: the message]
-    A message in a vote contains the rank's phase (the operation on which it votes), its flags, a sum of digests
-    (hashes), and presence bits, which are set for the parameters that have a gradient on the rank. Phases, flags and
-    presence bits are merged by bitwise OR. If ranks vote on different operations, the merged phase therefore has more
-    than one bit.
+    A message in a vote contains the rank's phase (the operation on which it votes), its flags, a checksum, and presence
+    bits, which are set for the parameters that have a gradient on the rank. Phases, flags and presence bits are merged
+    by bitwise OR. If ranks vote on different operations, the merged phase therefore has more than one bit.
 
-    Digests must be equal on the ranks of each set. A single sum modulo 2^128 checks this for all sets. Let h(S, d) be a
-    hash of the set S, the digest d and the version of the message format. For each set S of n ranks, the first rank
-    adds (n - 1) h(S, d) to the sum, and each of the other ranks subtracts h(S, d). If all digests are equal, the sum is
-    0. If the digests in a set differ, the sum contains different hashes with nonzero coefficients between -n and n, and
-    is 0 with a probability of at most n / 2^128.
+    For each of its sets, a rank computes a digest: a hash of the inputs that must be equal on all ranks of the set. The
+    checksums show whether the digests are equal. Let h(S, d) be a hash of the set S, the digest d and the version of
+    the message format. For each set S of n ranks, the first rank adds (n - 1) h(S, d) to its checksum, and each of the
+    other ranks subtracts h(S, d). Checksums are merged by addition modulo 2^128. If the digests in each set are equal,
+    the sum is 0. If the digests in a set differ, the sum contains different hashes with nonzero coefficients between -n
+    and n, and is 0 with a probability of at most n / 2^128.
 
 [Note: who votes]
     All ranks of a component vote before each call. To make the call, they need a binding: the plan (for a step) or the
@@ -38,8 +38,9 @@ ranks raise an error.
     learn of the request in the same vote, because they also begin the call with a vote. All ranks then rebuild the
     binding.
 
-    A rank that has never voted does not know its component. Instead, it votes in each of its sets that is not contained
-    in a larger one. Usually, there is only one such set, which is the whole component.
+    A rank that has never voted does not know its component, which is discovered only during the rebuild. It requests
+    the rebuild by voting in each of its sets that is not contained in a larger one. Usually, there is only one such
+    set, which is the whole component.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Fault:
         flags = Flag.NONE if self.text is None else Flag.FAULT
         verdict = vote(Ballot(phase, flags, presence=int(asked)), component)
         if verdict.flags or verdict.phase != phase:
-            # After a failed vote, all ranks exchange error messages here, even if they voted on different operations.
+            # After a failed vote, all ranks call `gather` to exchange errors, whatever operation they voted on.
             gather({}, component, self)
             raise _other_call(component, verdict)
         return bool(verdict.presence)
@@ -148,8 +149,7 @@ class Flag(IntFlag):
 
     Attributes:
         FAULT: The rank has an error and cannot proceed.
-        STALE: The binding (the plan or the layouts shared by all connected ranks) is missing on the rank or does not
-            match the rank's parameters.
+        STALE: The rank's cached binding (its plan or layouts) is missing or does not match the rank's parameters.
         AUDIT: The rank requests that this optimizer step be audited.
         UNLIKE: Digests (hashes) that must be equal on all ranks of a set differ. Only a verdict has this flag.
         BEYOND: The rank is connected to ranks that do not take part in this vote.
@@ -181,7 +181,7 @@ class Ballot(NamedTuple):
     presence: int = 0
 
 
-_Message = tuple[int, int, int, int]  # message of a rank in a vote: (phase, flags, sum of digests, presence bits)
+_Message = tuple[int, int, int, int]  # message of a rank in a vote: (phase, flags, checksum, presence bits)
 
 
 def vote(ballot: Ballot, component: Ranks) -> Ballot:
@@ -276,7 +276,7 @@ def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
 
 
 class _Entry(NamedTuple):
-    """Data of one rank, sent to all connected ranks (its component) during discovery.
+    """Data of one rank. `discover` sends it to all ranks that are connected to this rank by sets of ranks.
 
     Attributes:
         sets: The sets of ranks to which the rank belongs.
@@ -399,8 +399,8 @@ class Call(ABC, Generic[_K]):
 
     Attributes:
         phase: The operation on which the ranks vote, such as a step.
-        renews: Whether to rebuild the bindings (the plans or layouts shared by all connected ranks) if they differ
-            between ranks. If False, an error is raised instead.
+        renews: Whether to rebuild the bindings (cached plans or layouts) if they differ between ranks. If False, an
+            error is raised instead.
         doing: Verb for error messages, such as "clip".
         rule: Sentence for error messages that says which inputs must be equal on all ranks of a set.
     """
@@ -412,18 +412,18 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def known(self) -> _K | None:
-        """Return the binding (the plan or the layouts shared by all connected ranks) that the last call cached, or None
-        if no cached binding applies to this call."""
+        """Return the binding (the plan or the layouts) that the last call cached, or None if no cached binding applies
+        to this call."""
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
-        """Return True if the cached binding `kept` (the plan or the layouts shared by all connected ranks) matches the
-        current parameters, layouts and options."""
+        """Return True if the cached binding `kept` (the plan or the layouts) matches this rank's current parameters,
+        layouts and options."""
 
     def before(self) -> Ranks | None:
         """Return the ranks that took part in this rank's last vote, or None if this rank has not yet voted under the
-        current default process group. This method is called only on ranks without a cached binding (the plan or the
-        layouts shared by all connected ranks)."""
+        current default process group. This method is called only on ranks without a cached binding (plan or
+        layouts)."""
         return None
 
     @abstractmethod
@@ -434,7 +434,7 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
-        """Rebuild the binding (the plan or the layouts shared by all connected ranks). Collective over these ranks.
+        """Rebuild the binding (the plan or the layouts). Collective over all ranks that share it.
 
         This method must record its errors in `fault`, because no caller catches its exceptions. `before` contains the
         ranks that last voted together, or is None if these ranks are unknown.
@@ -467,9 +467,9 @@ class Call(ABC, Generic[_K]):
         )
 
     def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:
-        """Vote with all connected ranks on whether to make the call. If the binding (the plan or the layouts shared by
-        all connected ranks) is out of date on any rank, all ranks rebuild it and vote again. Collective over all
-        connected ranks.
+        """Vote on whether to make the call. If the binding (the plan or the layouts) is out of date on any rank, all
+        ranks rebuild it and vote again. Collective over the component: all ranks that are connected by parameters or
+        process groups.
 
         Args:
             fault: Record of this rank's error, if this rank already has one.
@@ -507,9 +507,8 @@ class Call(ABC, Generic[_K]):
             fresh = self.renew(None if verdict.flags & Flag.BEYOND else kept.component, fault)
 
     def renewed(self, fault: Fault) -> _K:
-        """Rebuild the binding (the plan or the layouts shared by all connected ranks), because this rank has not cached
-        one. Collective over all connected ranks. Ranks with a cached binding learn of the rebuild in their next vote
-        ([Note: who votes])."""
+        """Rebuild the binding (the plan or the layouts), because this rank has not cached one. Collective over all
+        ranks that share it. Ranks with a cached binding learn of the rebuild in their next vote ([Note: who votes])."""
         sets, component = list[Ranks](), None
         # Try twice to find the ranks that wait for this rank's vote, because an interrupt can end the first attempt.
         for _ in range(2):
@@ -551,8 +550,8 @@ def refuse_unlike(
     Collective over all ranks in `everyone`.
 
     Args:
-        everyone: Dict from each connected rank to a dict with the rank's digests (hashes). The inner dict has one
-            digest for each set of ranks that contains the rank.
+        everyone: Dict from rank to a dict with the rank's digests (hashes). The inner dict has one digest for each set
+            of ranks that contains the rank.
         lines: Function that takes a set of ranks and returns this rank's data for the set, as a list.
         text: Function that makes an error message from a set of ranks and the lists that `lines` returned on these
             ranks.

@@ -41,7 +41,8 @@ from shardmuon.orthogonalize import batch_size
 # `Rates.passed` adds. G is the gradient, B the momentum buffer, U the update, W the weight.
 #   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U).
 #   momentum: the first lerp of "pack", for elements that another replica sends.
-#   apply: scale (read W, write W), add (read U, read W, write W). A 2-byte receive buffer is first converted to U.
+#   apply: scale (read W, write W), add (read U, read W, write W). A 2-byte receive buffer is first converted to U;
+#     `Rates.passed` also adds the bytes of this write.
 #   adamw: fused kernel (read W, G and both moments, write W and both moments).
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 # Number of kernel launches in five Newton-Schulz steps on one batch, by orthogonalization method, as counted with a
@@ -208,7 +209,7 @@ class Hardware:
         return self.numbers[name]
 
     def middle(self, name: str) -> float:
-        """Look up a number by its name and return its middle value."""
+        """Look up a number, which is stored as (smallest, middle, largest), and return the middle value."""
         return float(self[name].at()[0][1])
 
     @property

@@ -239,8 +239,8 @@ def _cut(name: str, num_dims: int, transposed: bool) -> int | None:
 def _layers(module: nn.Module) -> dict[int, int]:
     """Map the id of each parameter to the index of its layer: -1 before all layers, `_AFTER` after all layers.
 
-    A model can contain several numbered lists of modules, such as encoder layers and decoder layers. The list with the
-    highest index is taken as the model's layers.
+    A model can contain several numbered lists of modules, such as encoder layers and decoder layers. The longest
+    list is taken as the model's layers.
     """
     named = list(module.named_parameters())
     numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]

@@ -131,7 +131,7 @@ def _from_function(text: str, meta: bool) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------------ modules from shapes
 
-_Make = Callable[[Ints], nn.Module]  # creates a module from the shape of the module's first parameter
+_Make = Callable[[Ints], nn.Module]  # takes the shape of a module's first parameter and creates the module
 
 
 @cache

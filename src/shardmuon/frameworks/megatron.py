@@ -316,8 +316,8 @@ def _routed(
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
             for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
-                with about(name):  # this call only checks the tensor-parallel attributes of `p`
-                    _flat_shard(p, 0, None, _tp(groups, expert))
+                with about(name):
+                    _flat_shard(p, 0, None, _tp(groups, expert))  # only checks `p`'s tensor-parallel attributes
     return out
 
 

@@ -366,8 +366,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         """Return the strings that must be equal on all of `ranks`: one string with the arguments of `clip_grad_norm_`,
-        and for each parameter that is sharded or replicated over exactly these ranks, one string that states whether
-        the parameter has a gradient."""
+        and for each parameter that is sharded or replicated over exactly these ranks, one string with the state of its
+        gradient."""
         words = {n: self.states[n] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 

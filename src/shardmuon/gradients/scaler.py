@@ -54,8 +54,8 @@ class GradScaler(torch.amp.GradScaler):
             `step` in the same order. Default: all ranks.
 
     Raises:
-        ValueError: Some rank has fp16 or sparse gradients. `unscale_` or `step` raises this error on every rank. Other
-            ranks may already have unscaled their gradients, so repeat the training step from its forward pass.
+        ValueError: Some rank has fp16 or sparse gradients. `unscale_` or `step` raises this error on every rank. Some
+            gradients may already be unscaled, so repeat the training step from its forward pass.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))

@@ -213,7 +213,7 @@ def bind(
     Args:
         listed: This rank's parameters.
         waiting: Function that returns the name, tensor and group of every parameter for which other ranks may be
-            waiting for this rank. Default: the parameters in `listed`.
+            waiting for this rank, including all parameters in `listed`. Default: only these.
         beyond: Additional sets of ranks that must belong to the component. Each set contains this rank.
         before: Component of the previous table; None if there is none. If its ranks disagree about which ranks share
             parameters, they raise an error at once instead of after a timeout.

@@ -152,7 +152,8 @@ class Keeper:
     @staticmethod
     def check_coded(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the codes and scales of 8-bit momentum do not match each other or the parameter. The
-        message does not name the parameter. The shape of the codes is not checked here."""
+        message does not name the parameter. The shape of the codes is not checked here, because the callers check
+        the shape of stored momentum in every dtype."""
         buffer, scale = state.get(BUFFER), state.get(SCALE)
         coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
         if not coded and scale is None:

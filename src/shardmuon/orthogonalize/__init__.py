@@ -705,9 +705,8 @@ class FiniteWatch:
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 
     def send(self) -> None:
-        """Start an asynchronous copy of this step's flags to the host. The flags show which results were replaced. This
-        method must be called at the end of each step.
-        """
+        """Start an asynchronous copy of this step's flags to the host. Each flag says whether the result for one matrix
+        was replaced with zeros. This method must be called at the end of each step."""
         seen, self.seen = self.seen, []
         # replays of a CUDA graph do not run this code, so they cannot report flags
         if not seen or is_capturing(seen[0][1].device):

@@ -17,7 +17,8 @@ from shardmuon.orthogonalize.schedules import Triples
 # Assumed speed of bf16 matrix products relative to fp32 on CPUs with bf16 instructions. The true ratio is 2.3 with
 # AVX512-BF16 (measured) and several times higher with AMX (not measured). A fixed value between the two makes ranks on
 # different CPU models choose the same method. With this value, "gram" is never chosen for five quintic Newton-Schulz
-# steps, although it would be faster with AVX512-BF16 if the long side is more than 10 times the short side.
+# steps, although by its FLOPs, it would be faster with AVX512-BF16 if the long side is more than 26 times the short
+# side.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # "gram" is chosen if it takes less than this fraction of the time of "standard"
 

@@ -31,7 +31,7 @@ import numpy as np
 Triples = tuple[tuple[float, float, float], ...]  # one triple (a, b, c) for each step
 
 _MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
-_LARGEST = 2.0  # a schedule whose output exceeds this bound counts as divergent; no schedule in this file exceeds 1.6
+_LARGEST = 2.0  # a schedule whose output exceeds this bound counts as divergent; one step of "polar_express" gives 1.99
 _GRID = 200_001
 
 

@@ -128,8 +128,8 @@ class Bucket(NamedTuple):
         kind: Type of the device on which the parameters are, such as "cuda".
         itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the matrices in `Plan.items`.
-        gathers: True if the bucket has a gather and a scatter. Otherwise, an exchanged bucket has only a relay, which
-            sends results from one replica to the others.
+        gathers: True if the bucket has a gather and a scatter. Otherwise, for example if all matrices are plain
+            replicas, an exchanged bucket has only a relay, which sends results from one replica to the others.
     """
 
     ranks: Ranks

@@ -82,8 +82,8 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> _Way:
     """Choose buckets and owners for the matrices that are sharded or replicated over one set of ranks. An owner is a
-    rank that orthogonalizes a matrix. All ranks divide the matrices among themselves, unless a step would be clearly
-    faster if every replica orthogonalized all matrices itself."""
+    rank that orthogonalizes a matrix. All ranks divide the matrices among themselves, unless `policy.each` is True and
+    a step would be clearly faster if every replica orthogonalized all matrices itself."""
     owners = _owners(specs, drafts, ranks, policy.machine)
     shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
     each = _each_for_itself(specs, drafts, policy.machine) if policy.each else {}
@@ -133,8 +133,9 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
     elements have been assigned is preferred, because a replica sends its results to the other replicas. If candidates
     are still tied, owners alternate between nodes.
 
-    At the end, if a rank has more work than the mean, matrices that only this rank stores are moved to the rank with
-    the least work on the same node, if this can save time.
+    At the end, if a rank has over 3% more work than the mean, matrices that only this rank stores are moved to the rank
+    with the least work on the same node, if this can save time. This helps if all ranks store experts, but only a few
+    ranks also orthogonalize matrices of other layers.
     """
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % machine.per_node, rank)))
     place, node = {rank: at for at, rank in enumerate(ranks)}, np.array(ranks) // machine.per_node
@@ -150,7 +151,7 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
         if item.key in found:
             mates = np.flatnonzero(node == node[at[0]])
-            if work[at[0]] <= max(late, work[mates].min() + item.cost):  # moving the matrix would not save time
+            if work[at[0]] <= max(late, work[mates].min() + item.cost):  # moving it would save little or no time
                 continue
             work[at[0]] -= item.cost
             at = mates
@@ -426,8 +427,8 @@ class _Priced(NamedTuple):
 
 
 def _products_of(rows: int, cols: int, itemsize: int, cost: int, machine: Machine) -> tuple[int, int]:
-    """Estimate the batch size for rows x cols matrices, and the time in nanoseconds to orthogonalize a batch. Elements
-    have `itemsize` bytes in matrix products, and one matrix takes `cost` floating point operations."""
+    """Estimate the batch size for rows x cols matrices, and the time in nanoseconds to orthogonalize a batch. Matrix
+    products use a dtype of `itemsize` bytes. Orthogonalizing one matrix takes `cost` floating point operations."""
     short = min(rows, cols)
     rate = {2: machine.half, 4: machine.single, 8: machine.double}[itemsize]
     # The batch size is limited so that the Gram matrices of a batch have at most 3 * 2**20 elements (see

@@ -521,7 +521,8 @@ def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
 
 def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
     """Call the methods named in `hooks` on every module that has them. Return a dict from parameter id to the name of
-    the method that returned the parameter or a module with it. If a method returned None, `id(None)` is also a key."""
+    the method that returned the parameter or a module with it. If a method returned None because the model has no such
+    parameter, `id(None)` is a key, so the dict is not empty."""
     found: dict[int, str] = {}
     for module in model.modules():
         for hook in hooks:

@@ -227,8 +227,9 @@ def _convolution(place: Place, shape: Ints) -> Role:
     """Determine the role of a convolution's weight, which usually has one (out, in*k...) matrix per group of channels.
 
     The weight of a transposed convolution has the shape (in, out/groups, k...). Flattened, it is the transpose of the
-    matrix that maps the features at one position to the output patch. This matters only for learning-rate scales that
-    distinguish rows from columns. To get the scales of that matrix itself, set `transposed=True`.
+    matrix that maps the features at one position to the output patch. Orthogonalizing a transpose gives the transposed
+    result, so this matters only for learning-rate scales that distinguish rows from columns. To get the scales of
+    that matrix itself, set `transposed=True`.
     """
     module: Any = place.module
     groups: int = module.groups

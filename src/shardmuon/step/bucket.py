@@ -235,7 +235,8 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    # for the relay: 1-D receive buffer of the scatter, with the results to forward; for the scatter: None
+    # 1-D receive buffer of the scatter, with the results that the relay forwards; None for the scatter itself, and for
+    # the relay of a bucket without a scatter
     came: Tensor | None = None,
 ) -> Tensor:
     """Make this rank's 1-D send buffer for the scatter or the relay. The scatter returns results to the ranks that

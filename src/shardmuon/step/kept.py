@@ -26,7 +26,8 @@ CARRIED = "kept_state"
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
     """Copy stage state (the state of variants such as NorMuon) to a saved parameter group. `states` is a dict from the
-    name or position of each parameter to the parameter's state. The copies are on the CPU."""
+    name or position of each parameter to the parameter's state. The copies are on the CPU, like tensors that are read
+    from files."""
     found = {
         name: {key: state[key].detach().to("cpu", copy=True) for key in KEPT_KEYS if state.get(key) is not None}
         for name, state in states.items()

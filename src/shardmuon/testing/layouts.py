@@ -342,8 +342,9 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
 
 
 def _cut_of(full: Tensor, index: int, num_parts: int) -> Cut | None:
-    """Choose how tensor parallelism splits a tensor, based on the tensor's index: by rows, by columns, or by rows with
-    stride 2. Return None if the tensor does not divide evenly, or if it would be split by columns but is not 2-D."""
+    """Choose how tensor parallelism splits the tensor at position `index` in a list. Tensors are split in turn by rows,
+    by columns, and by rows in two blocks, each of which is split separately. Return None if the tensor does not divide
+    evenly, or if it would be split by columns but is not 2-D."""
     dim, stride = ((0, 1), (1, 1), (0, 2))[index % 3]
     fits = full.ndim == 2 or dim == 0
     return Cut(dim, stride) if fits and full.shape[dim] % (num_parts * stride) == 0 else None

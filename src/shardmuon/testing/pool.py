@@ -7,8 +7,9 @@ an exception. If a rank hangs or dies instead, the pool kills all ranks.
 [Note: what the parent waits for]
     A pipe connects the parent to each rank. On the rank, a separate thread reads calls from the pipe and passes them to
     the main thread. If the thread reads an empty message, it replies with the stack of the main thread, so that the
-    parent can show where the rank hangs. If the parent ends, the thread reads an end of file and ends the rank at once,
-    even inside a collective. Only the parent has timeouts. When a timeout expires, the parent kills all ranks.
+    parent can show where the rank hangs. If the parent ends, the thread reaches the end of the pipe and terminates the
+    rank at once, even inside a collective. Only the parent has timeouts. When a timeout expires, the parent kills all
+    ranks.
 
 [Note: one gloo device]
     By default, torch creates a separate device for every gloo group. Each device has a thread that wakes up 100 times
@@ -23,7 +24,7 @@ an exception. If a rank hangs or dies instead, the pool kills all ranks.
     For older versions, the pool sets the environment variable PYTHONPATH.
 
     Ranks exclude the imported objects from garbage collection. Otherwise, each collection would visit half a million
-    objects of torch alone, and some libraries run a collection in every call.
+    objects from torch alone, and some libraries run a collection in every call.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class RankException:
 
 
 class RankError(RuntimeError):
-    """Error of a call that failed on at least one rank.
+    """Error raised when a call fails on at least one rank.
 
     Attributes:
         failures: One RankException for each failed rank, in rank order.

@@ -61,9 +61,9 @@ def _comparisons(
     draws: int,
     generator: torch.Generator,
 ) -> Iterator[bool]:
-    """Orthogonalize a matrix at several positions in a batch, and compute the matrix products of a Newton-Schulz step.
-    Compare the results at each position with the results at the first position. Yield one bool per comparison, which is
-    True if the two results are bitwise identical."""
+    """Place each of `draws` random matrices at several positions in a batch. At each position, orthogonalize the matrix
+    and compute the matrix products of a Newton-Schulz step. Yield one bool per result, which is True if the result is
+    bitwise identical to that at the first position."""
     products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):

@@ -145,7 +145,7 @@ class Engine:
         """Return the ranks that share the tensor. This method must read only the attributes that identify these ranks,
         so that an error in any other attribute can still be sent to them.
 
-        Subclasses return:
+        Subclasses typically return:
 
         - `Ties(<ranks in order of parts>, super().ties(param, group).mates)` if each rank stores one part;
         - `Ties((my_rank(),), <ranks, ascending>)` if the tensor is placed on a mesh or cut at arbitrary elements.
@@ -290,7 +290,7 @@ class Engine:
 
         Args:
             param: The parameter.
-            shape: Global shape of the state tensor, which has one row per matrix if the parameter is a stack of
+            shape: Global shape of the state tensor, which has one row per index of dim 0 if the parameter is a stack of
                 matrices, else a single row.
             dtype: Dtype of the state tensor.
             stacked: True if the parameter is a stack of matrices.
