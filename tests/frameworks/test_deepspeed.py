@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from shardmuon import audit, clip_grad_norm_
 from shardmuon.auditing.report import AuditSchedule, Finding
 from shardmuon.frameworks import deepspeed as zero
-from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import ZeroRun
 
@@ -397,10 +396,7 @@ def _adamw_raises() -> AbstractContextManager[object]:
     return mock.patch.object(zero, "step_adamw", fails)
 
 
-def _out_of_memory() -> AbstractContextManager[object]:
-    return mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory"))
-
-
+_OUT_OF_MEMORY = partial(mock.patch, "shardmuon.step.update.apply_", side_effect=RuntimeError("out of memory"))
 AUDITED: dict[str, Any] = {"audit_every": 1, **FP32}
 
 
@@ -449,7 +445,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
 @pytest.mark.parametrize(
     ("stage", "options", "fail", "words"),
     [
-        (3, {}, partial(_in_a_step, _out_of_memory), "ExchangeError: .*out of memory"),
+        (3, {}, partial(_in_a_step, _OUT_OF_MEMORY), "ExchangeError: .*out of memory"),
         # When AdamW raises on rank 1, rank 0 has already started to update the next parameter group, which Muon
         # optimizes. Rank 0 must raise as well, because rank 1 does not take part in this update.
         (

@@ -53,13 +53,8 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = flops(method, m, n, coefficients, dtype, device)
-    # A local restart of the Gram form splits each fp32 operand into two fp16 matrices, even if fp16 is emulated, so
-    # each matmul with such an operand becomes two.
-    if method == "gram" and dtype == FP16:
-        assert counted >= counter.get_total_flops() >= 0.75 * counted
-    else:
-        # The FLOPs estimate is not exact, because the row blocks of symmetric matmuls may have unequal sizes.
-        assert 0.98 < counter.get_total_flops() / counted < 1.02
+    # The FLOPs estimate is not exact, because the row blocks of symmetric matmuls may have unequal sizes.
+    assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 
 @pytest.mark.parametrize(

@@ -324,12 +324,6 @@ def timms() -> nn.Module:
     return but(model, get_classifier=lambda: model[1]["a"])  # type: ignore[index]
 
 
-def named_words() -> nn.Module:
-    """Return a text model like CLIP's. Its projection has as many rows as there are position embeddings, but must not
-    be routed as an output head."""
-    return but(classifier(16, says=True), num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
-
-
 _QKV = 'linear, fused? if q, then k, then v: "m.qkv.weight": {"split_sizes": (8, 8, 8)}'
 _MLP = 'linear, fused? if gate, then up: "m.gate_up_proj.weight": {"split_sizes": (10, 10)}'
 _ENGINE = "transformer_engine.pytorch"
@@ -377,7 +371,8 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[tuple[tuple[in
         {"stem.weight": (((4, 8),), "linear")},
     ),
     "a model that names its words has no other vocabulary": (
-        named_words,
+        # a text model like CLIP's, whose projection has as many rows as there are position embeddings
+        lambda: but(classifier(16, says=True), num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None),
         {"project.weight": (((16, 8),), "linear"), "classify.weight": (((16, 8),), "linear")},
     ),
     "timm's classifier is asked for": (timms, {"1.a.weight": ((), "output head: get_classifier()")}),

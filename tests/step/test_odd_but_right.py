@@ -259,6 +259,21 @@ def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str) -> N
     assert says in text and "liar: " in text
 
 
+# -------------------------------------------------------------------------------------- parameters placed otherwise
+
+
+@on_ranks(2)
+def test_a_dtensor_that_is_placed_otherwise_in_place_is_planned_anew() -> None:
+    """After a step, shard a parameter and its momentum by columns instead of rows, in the same tensor objects."""
+    job, dense = (made([{"params": [Spec("w", (8, 6), as_in("fsdp2"))]}]) for made in (Job, whole))
+    for seed in (1, 2):
+        job.step(seed)
+        dense.step(seed)
+        for t in (job.first, job.state[job.first]["momentum_buffer"]):
+            torch.utils.swap_tensors(t, t.detach().redistribute(placements=[Shard(1)]).requires_grad_(t.requires_grad))
+    assert torch.equal(job.first.full_tensor(), dense.first)
+
+
 # ------------------------------------------------------------------------------------- machines, prices, routes, order
 
 

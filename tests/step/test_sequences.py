@@ -341,12 +341,9 @@ class Sequence:
         pickled = self.chance.random() < 0.5
         if not self._concerned():
             return
-        old, both = self.job.groups, (self.job.model, self.job.optimizer)
+        both = self.job.model, self.job.optimizer
         self.job.model, self.job.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.job.replace(dict(self.job.model.named_parameters()))
-        # Give the copies the same `GroupRef` objects as the originals.
-        for mine, theirs in zip(self.job.groups, old, strict=True):
-            mine["process_group"] = theirs["process_group"]
 
     def swap_tensors(self) -> None:
         """Replace the tensors in param_groups with new ones, as accelerate does."""
