@@ -108,6 +108,11 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
             setattr(matmul, name, value)
 
 
+# A context manager in which no operation converts its inputs by autocast, on any device. Autocast affects even `cat`,
+# which fails for bf16 tensors under autocast to fp16, the default on CUDA. The class is private in torch 2.11 .. 2.13.
+without_autocast: Any = torch._C._DisableAutocast
+
+
 def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
     """Apply the elementwise operation `name` to lists of tensors. For example, "lerp" returns new tensors, and "lerp_"
     changes the tensors of the first list in place and returns an empty sequence.

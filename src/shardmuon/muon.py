@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardmuon._torch import default_group, is_dtensor, local_if_any
+from shardmuon._torch import default_group, is_dtensor, local_if_any, without_autocast
 from shardmuon.auditing.report import AuditError, AuditReport, AuditSchedule
 from shardmuon.checkpoint.state import init_missing, read_state
 from shardmuon.comm.groups import GroupRef, Lane, Ranks, Traffic, group_for, group_ranks, my_rank
@@ -266,7 +266,7 @@ class Core:
                 group, that rank raises the error at once, and the other ranks raise it in the next step.
         """
         fault = Fault()
-        with Refused.made_public():
+        with Refused.made_public(), without_autocast():
             binding = StepCall(self, fault).renewed(fault)
             # An error that `fault` contains at this point occurred after the ranks had exchanged errors, so only this
             # rank raises it.
@@ -618,14 +618,15 @@ class Muon(Core, Optimizer):
             host = self.hosts.active
         self.in_step = True
         try:
-            if instead is not None:
-                instead()
-            elif host is not None:
-                with self._remembering():
-                    host.step(self, fault)
-            else:
-                self.take_step(fault)
-                self.has_trained = self.has_trained or _trained(self.param_groups)
+            with without_autocast():
+                if instead is not None:
+                    instead()
+                elif host is not None:
+                    with self._remembering():
+                        host.step(self, fault)
+                else:
+                    self.take_step(fault)
+                    self.has_trained = self.has_trained or _trained(self.param_groups)
         except Refused as refused:
             error = refused.public()
             raise error from error.__cause__

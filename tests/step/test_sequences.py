@@ -75,6 +75,7 @@ AROUND: list[Callable[[], Any]] = [
     contextlib.nullcontext,
     deterministic,
     lambda: torch.autocast("cpu", torch.bfloat16),
+    lambda: torch.autocast("cpu", torch.float16),
     lambda: process_default("float64"),
     lambda: process_default("meta"),
 ]
@@ -97,8 +98,8 @@ def groups_in(layout: str) -> list[Group]:
     made = []
     for at, (shapes, options) in enumerate(GROUPS):
         ranks = sets[at % len(sets)] if options is MATRIX else (0, 1, 2, 3)
-        shared = {"process_group": ranks} if layout in FAMILIES else {}
-        made.append(Group([Spec(*of, cut) for of in shapes.items()], {**options, **shared}, ranks))
+        specs = [Spec(*of, cut, dtype=torch.bfloat16 if "i" in of else torch.float32) for of in shapes.items()]
+        made.append(Group(specs, options | ({"process_group": ranks} if layout in FAMILIES else {}), ranks))
     return made
 
 

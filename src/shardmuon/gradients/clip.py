@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon import texts
-from shardmuon._torch import flattened, foreach, foreach_norm, local_if_any
+from shardmuon._torch import flattened, foreach, foreach_norm, local_if_any, without_autocast
 from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
 from shardmuon.errors import ExchangeError, Refused, about, fault_text, stays_itself
@@ -118,7 +118,7 @@ def clip_grad_norm_(
     fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
     call = _Clipping(listed, norm_type, text, fault, ranks if len(ranks) > 1 else None)
-    with Refused.made_public(), _or_dropped(listed):
+    with Refused.made_public(), _or_dropped(listed), without_autocast():
         total = call.norm()
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
