@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from spectra import normal, spectrum
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardmuon import Muon, schedule
+from shardmuon import Muon, clip_grad_norm_, schedule
 from shardmuon.orthogonalize import ITERATIONS, FiniteWatch, flops, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.stamp import machine_stamp
@@ -212,7 +213,7 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
 
 # torch 2.11 itself, not shardmuon, causes the DeprecationWarning about torch.jit.script_method.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-def test_a_compiled_step_is_not_traced() -> None:
+def test_neither_a_compiled_step_nor_compiled_clipping_is_traced() -> None:
     import torch._dynamo
 
     results = []
@@ -222,10 +223,10 @@ def test_a_compiled_step_is_not_traced() -> None:
         params = [nn.Parameter(normal(4 + i, 9 + 2 * i, seed=i)) for i in range(12)]
         for i, p in enumerate(params):
             p.grad = normal(*p.shape, seed=50 + i)
-        step = Muon(params, lr=0.1, method="standard").step
-        step = torch.compile(step, backend="eager") if compiled else step
-        for _ in range(3):
-            step()
+        optimizer = Muon(params, lr=0.1, method="standard")
+        calls = optimizer.step, partial(clip_grad_norm_, optimizer, 5.0)
+        for call in calls * 3:
+            torch.compile(call, backend="eager")() if compiled else call()
         results.append(params)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert torch._dynamo.utils.counters["frames"]["total"] < 10

@@ -50,6 +50,7 @@ from shardmuon.options import PLACE_OPTIONS, SETS, refuse_sets
 from shardmuon.step.validate import gradient_storage
 
 
+@torch._disable_dynamo  # as for `Muon.step`
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Optimizer | nn.Module | Tensor | Iterable[Any],
