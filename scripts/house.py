@@ -105,7 +105,8 @@ def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bo
 
 @functools.cache
 def plain_step() -> Calls:
-    """Count the calls in one optimizer step that updates a matrix and a vector in a single process, after warm-up."""
+    """Count the function calls in one optimizer step, after warm-up. The step updates a matrix and a vector in a single
+    process."""
     from torch import nn
 
     step = muon_step([nn.Parameter(filled(8, 16))], [nn.Parameter(filled(16))])

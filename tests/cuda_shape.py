@@ -244,8 +244,8 @@ class CudaShape(TorchDispatchMode):
         if name == "linalg_vector_norm" and not _where().startswith("auditing/"):
             x, dtype = tensors[0], kwargs.get("dtype") or tensors[0].dtype
             # CUDA's norm kernel can read fp16 or bf16 and accumulate in fp32. For any other wider accumulation dtype,
-            # such as fp64 for an fp32 input, torch first makes a wider copy of the input. Such a copy of a whole matrix
-            # is refused.
+            # such as fp64 for an fp32 input, torch first makes a wider copy of the input. Raise an error if this would
+            # be a copy of a whole matrix.
             sums = dtype == x.dtype or (dtype, x.dtype.itemsize) == (torch.float32, 2)
             if not sums and x.dim() > 1 and min(x.shape[-2:]) > 1:
                 raise Refused(f"{func}: a copy of {x.dtype} {tuple(x.shape)} in {dtype}, at {_where()}")

@@ -222,9 +222,9 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
-    """Raise exceptions in the functions of a call, one at a time. Return the names of all functions that the call
-    enters, descriptions of the exceptions that went unnoticed, and the number of exceptions that made all ranks raise
-    an error."""
+    """Repeat a call, and raise an exception in another one of its functions each time. Return the names of all
+    functions that the call enters, descriptions of the exceptions that went unnoticed, and the number of exceptions
+    that made all ranks raise an error."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
     _, jobs, what, _, stride = CASES[name]

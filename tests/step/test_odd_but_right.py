@@ -196,8 +196,8 @@ def test_a_gradient_placed_otherwise_is_no_fault_of_ranks_outside_of_its_mesh() 
 # ----------------------------------------------------------------------- storage that is not what the placements claim
 
 ROWS, OTHER_ROWS = [Replicate(), Shard(0)], [Shard(0), Replicate()]
-# Each case gives a mesh shape, the placements on most ranks, the placements on rank 1, the first row and the number of
-# rows (of 9) that each rank stores, and a part of the expected error message.
+# Each case gives a mesh shape, the placements on all ranks except rank 1, the placements on rank 1, a pair (first row,
+# number of rows) for each rank's part of 9 rows, and a part of the expected error message.
 LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int, int]], str]] = {
     "two axes": (
         (2, 2),

@@ -85,8 +85,8 @@ _SLACK = 0.2
 # number of input elements that a perturbed run of the step moves to a neighboring floating-point number, to imitate a
 # different order of summation
 _FEW = 4
-# Maximum number of fp32 spacings by which a perturbed run of the step moves elements when it scales its input. With a
-# maximum of 4, many runs would be rounded identically.
+# Largest change of an element, in fp32 spacings, when a perturbed run of the step scales its input. With a limit of
+# only 4, many runs would be rounded like the run without scaling.
 _TOGETHER = 64
 _LONGER = 1 / 16  # largest relative increase of the input matrix's norm in a perturbed run of the orthogonalizer
 # Relative error of the "exact" reference, which is computed in fp64 from a Gram matrix. The Gram matrix squares
@@ -288,9 +288,9 @@ class _Evidence:
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
         return bordered, lambda result: _lengths(self.seen(result[1:-1, 1:-1] - self.dense) + less.to(self._wide))
 
-    def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
-        """Express a matrix in the basis of the reference's left singular vectors. The result has the dtype of the
-        matrix products, or fp32 if that dtype is less precise than fp32."""
+    def seen(self, matrix: Tensor) -> Tensor:
+        """Express a (rows, cols) matrix in the basis of the reference's left singular vectors. The result has the shape
+        (min(rows, cols), max(rows, cols)) and the dtype of the matrix products, but at least fp32."""
         return self.reference.seen(matrix.to(self._wide))
 
     def spread(self, count: int) -> tuple[_Measure, float]:

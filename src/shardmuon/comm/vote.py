@@ -467,9 +467,9 @@ class Call(ABC, Generic[_K]):
         )
 
     def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:
-        """Vote on whether to make the call. If the binding (the plan or the layouts) is out of date on any rank, all
-        ranks rebuild it and vote again. Collective over the component: all ranks that are connected by parameters or
-        process groups.
+        """Vote with the other ranks on whether to go ahead with this call, for example `step()`. If the binding (the
+        plan or the layouts) is out of date on any rank, all ranks rebuild it and vote again. Collective over the
+        component: all ranks that are connected by parameters or process groups.
 
         Args:
             fault: Record of this rank's error, if this rank already has one.

@@ -202,7 +202,8 @@ def _spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
 
 def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
     """Yield boxes that cover elements [start, stop) of a row-major tensor of shape `sizes`: the end of the first row,
-    then all complete rows, then the start of the last row. A row is one index of the first dim."""
+    then all complete rows, then the start of the last row. A row is the slice at one index of the first
+    dim."""
     if start >= stop:
         return
     row = math.prod(sizes[1:])

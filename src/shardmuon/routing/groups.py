@@ -18,10 +18,11 @@ same result without communication, whether the model is already sharded or not.
        of positions or token types are not vocabularies. In a repeated block, only the last matrix can be an output head
        by this rule. Otherwise, in a byte-level model (V = 256), a key projection with 4 attention heads of 64 features
        could be taken for an output head, because it also has 256 rows.
-    3. If rules 1 and 2 find no output head, layers are allowed to read V features, as in a byte-level model of width
-       256. The output head is then the last linear layer with V rows outside the repeated blocks. If there is no such
-       layer, the model is treated as a classifier: if its last module is a linear layer that comes after repeated
-       blocks, this layer is the output head, whatever its number of rows.
+    3. If rules 1 and 2 find no output head, the condition of rule 2 that no layer reads V features is dropped, because
+       it cannot hold in, for example, a byte-level model of width 256. The output head is then the last linear layer
+       with V rows outside the repeated blocks. If there is no such layer, the model is treated as a classifier: if its
+       last module is a linear layer that comes after repeated blocks, this layer is the output head, whatever its
+       number of rows.
     If a choice may be wrong, a warning names the override that confirms or corrects it.
 """
 

@@ -32,7 +32,7 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Load, evenly_spaced
 
 _Kind = tuple[object, ...]
-# for each parameter, this rank's fp32 state tensors of the parameter's Muon variant
+# for each parameter, the fp32 state tensors that its Muon variant keeps on this rank
 _Stored = Sequence[Sequence[Tensor]]
 
 
