@@ -38,7 +38,7 @@ FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
 FIRST = ("step/test_steps", "golden/test_golden")
 # tests to leave out, because they take minutes or need special environments, and other tests detect the same faults
 SLOW = ("test_gpu", "frameworks/test_demo", "site", "stack", "zoo")
-ANYWHERE = ("step/test_equality", "step/test_all_or_nothing")  # tests to run for every mutant
+ANYWHERE = ("step/test_equality", "step/test_all_or_nothing", "variants/test_variants_layouts")  # run for every mutant
 MOST_NAMING = 5  # at most this many of the test files that mention the mutated code are run
 TIMEOUT = 1800  # time limit in seconds for all tests of a mutant
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -223,7 +223,7 @@ def tests_for(mutant: Mutant) -> list[str]:
     texts = {name: path.read_text() for name, path in files.items() if not {name, name.partition("/")[0]} & {*SLOW}}
     scores = {name: (count(changed, text), count({module, *defined}, text)) for name, text in texts.items()}
     naming = sorted((name for name, score in scores.items() if any(score)), key=lambda name: scores[name], reverse=True)
-    own = [name for name in files if name.startswith(f"{folder}/") and name not in naming]
+    own = [name for name in files if name.startswith(f"{folder}/")]
     chosen = [*FIRST, *naming[:MOST_NAMING], *own, *ANYWHERE]
     # If a test file were missing, pytest would fail and the mutant would count as killed.
     if gone := [name for name in chosen if name not in files]:
