@@ -40,12 +40,12 @@ class Frozen(nn.Linear):
 
 
 class Tied(nn.Module):
-    """A model with tied embedding and head weights, two blocks, and a frozen layer."""
+    """A model with tied embedding and head weights, two blocks, a module without parameters, and a frozen layer."""
 
     def __init__(self, width: int = 9, words: int = 17) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.layers = nn.Sequential(Block(width), Block(width))
+        self.layers = nn.Sequential(Block(width), Block(width), nn.Identity())
         self.frozen = Frozen(width, width, bias=False).requires_grad_(False)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words, bias=False)
@@ -62,7 +62,7 @@ def tied() -> Tied:
 
 
 def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> FSDP:
-    return Fsdp1Run.wrap(model, strategy, auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}), **options)
+    return Fsdp1Run.wrap(model, strategy, auto_wrap_policy=ModuleWrapPolicy({Block, Frozen, nn.Identity}), **options)
 
 
 def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, **how: Any) -> tuple[FSDP, Muon]:
