@@ -98,7 +98,7 @@ def contend(d: int, layers: int, rounds: int, seconds: float, kind: str) -> dict
 
 def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
     """Call each function in `steps` once per round, each round starting with a different one. Return, for each call,
-    the wall seconds from one barrier to the next and the processor seconds of this process."""
+    the wall-clock time between the barriers around it and the CPU time of this process, both in seconds."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names, start = list(steps), time.perf_counter()
     for number in range(rounds):

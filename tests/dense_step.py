@@ -297,10 +297,10 @@ def assert_like_the_formula(
     steps: int = 3,
     **whole_options: Any,
 ) -> None:
-    """Assert that `Muon` in one process, simulated ranks and dense Muon give bitwise identical results over `steps`
-    steps.
+    """Assert that `Muon` in one process, `Muon` on simulated ranks and dense Muon give bitwise identical results over
+    `steps` steps.
 
-    The lr changes in each step. Some parameters have no gradient in the first or the second step, so at least three
+    The lr changes at every step. Some parameters have no gradient in the first or the second step, so at least three
     steps are needed to test that each of them steps again after a missing gradient. The gradients of the first two
     parameters have a row of zeros. On devices other than the CPU, only the momentum is compared bitwise with dense
     Muon.

@@ -35,7 +35,7 @@ while asked := sys.stdin.readline():
         exec(compile(sys.argv[0], "script", "exec"), {"__name__": "__main__"})
         break
 """
-# A list whose only element is the process that forks ranks. It is empty until this process is started.
+# The process that forks the ranks, as the only element of a list. The list is empty until that process has started.
 _parent: list[subprocess.Popen[str]] = []
 
 

@@ -268,8 +268,8 @@ class Core:
         fault = Fault()
         with Refused.made_public(), without_autocast():
             binding = StepCall(self, fault).renewed(fault)
-            # An error that `fault` contains at this point occurred after the ranks had exchanged errors, so only this
-            # rank raises it.
+            # If `fault` contains an error here, it occurred after the ranks had exchanged errors, so only this rank
+            # raises it.
             if fault.text is not None:
                 raise Refused(fault.text, fault.cause)
         return binding.plan

@@ -424,7 +424,7 @@ VARIANTS: dict[str, Stages] = {
     "muon_eq": (MuonEq(),),
     "normuon": (NorMuon(),),
     "hyperball": (HyperballUpdate(), HyperballWeight()),
-    "cautious": (),  # no stages: `apply_` in step/update.py implements cautious weight decay
+    "cautious": (),  # needs no stages, because `apply_` in step/update.py implements it
 }
 
 # State keys of all variants' stages, without duplicates.

@@ -237,7 +237,7 @@ class Price:
                 number in the hardware file.
 
         Raises:
-            ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
+            ValueError: No file describes the hardware `gpu`, or its file lacks a number that the plan needs.
         """
         hardware = gpu if isinstance(gpu, Hardware) else Hardware.load(gpu)
         per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node

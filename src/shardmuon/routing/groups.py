@@ -378,8 +378,8 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     """Assign every parameter of a model to Muon or AdamW.
 
     Returns:
-        A pair: all parameters in model order, each of them once, and a list with a warning for each choice that may be
-        wrong.
+        A pair: the parameters with their assignments, each parameter once, in model order; and a list with one warning
+        for each choice that may be wrong.
     """
     found = Placed.all_in(model)
     for rule in rules:
