@@ -71,6 +71,7 @@ def test_flops_are_those_that_torch_counts(
         # take 4 m^2 n + 28 m^3 FLOPs. Two m x m matmuls with an fp32 operand, each computed as two fp16 matmuls, add 8
         # m^3. Merging the factors Q from before and after the restart adds 2 m^3.
         ("gram", POLAR, FP16, 512, 4, 38),
+        ("gram", POLAR, FP16, 310, 8, 28),
         ("gram", POLAR, FP16, 128, 8, 28),
     ],
 )
