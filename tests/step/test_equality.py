@@ -214,14 +214,18 @@ def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing() -> No
 def test_replicas_that_exchange_nothing_agree_before_a_step() -> None:
     """All ranks must raise an error before a step if one rank lacks a gradient, or if only one rank requested an
     audit."""
-    params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
+    params = {
+        name: torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+        for name, shape in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()
+    }
     optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, lr=0.1)
-    with by_rates(APART):
+    # Autocast must have no effect. Under it, torch cannot concatenate bf16 tensors.
+    with by_rates(APART), torch.autocast("cpu", torch.float16):
         optimizer.prepare()
     said = []
     for number, missing in enumerate((None, "b", "b", None)):
         for i, p in enumerate(params.values()):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i))
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i), dtype=p.dtype)
         before = [p.detach().clone() for p in params.values()]
         if number == 1 and dist.get_rank() == 1:
             params["b"].grad = None
